@@ -1,0 +1,1 @@
+"""How ranks agree: one exchange protocol over interchangeable carriers."""

@@ -1,0 +1,1 @@
+"""Carrying out plans: storage writers and readers."""

@@ -1,0 +1,1 @@
+"""Pure formats: bytes of files, from and to plain values."""

@@ -1,0 +1,1 @@
+"""Byte primitives: named files in a flat directory."""

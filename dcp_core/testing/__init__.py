@@ -1,0 +1,1 @@
+"""Numpy ranks in real processes, fault injection, and suites for plugins."""
