@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from dcp_core.dtype import DType
 from dcp_core.metadata import MetadataIndex
 
 
@@ -30,6 +31,8 @@ class WriteItem:
         leaf: Position of the value among this rank's leaves.
         box: Which of the leaf's boxes.
         start: Where in that box the region starts, in elements.
+        dtype: Element type; None for an object.
+        global_shape: Shape of the whole tensor; () for an object.
     """
 
     index: MetadataIndex
@@ -39,6 +42,8 @@ class WriteItem:
     leaf: int
     box: int = 0
     start: tuple[int, ...] = ()
+    dtype: DType | None = None
+    global_shape: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

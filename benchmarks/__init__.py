@@ -1,0 +1,1 @@
+"""Benchmarks: speed and memory, measured against peers on the same input."""

@@ -1,0 +1,286 @@
+"""Save, load and read: what users call, for any adapter.
+
+`dcp_torch` and `dcp_mindspore` wrap these functions with their own adapter; numpy ranks use them as they are.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from dcp_core import __version__
+from dcp_core.adapter import Adapter, AdapterSet, ProcessGroup
+from dcp_core.arrays import NumpyAdapter
+from dcp_core.box import Box
+from dcp_core.errors import ArgumentError
+from dcp_core.execution.filesystem import FileSystemReader, FileSystemWriter
+from dcp_core.execution.interfaces import CheckpointId, StorageReader, StorageWriter, Verify
+from dcp_core.formats.objects import allow_pickled
+from dcp_core.log import set_rank, stage
+from dcp_core.metadata import (
+    FileColumns,
+    Metadata,
+    MetadataSource,
+    Nesting,
+    SaveRecord,
+    StoredObject,
+    StoredTensor,
+    WriterRecord,
+)
+from dcp_core.planning.planners import LoadPlanner, SavePlanner
+from dcp_core.planning.standard_load import StandardLoadPlanner
+from dcp_core.planning.standard_save import StandardSavePlanner
+from dcp_core.plugins import activate_codecs, active_adapters
+from dcp_core.recipes.job import Job
+from dcp_core.recipes.load import LoadOptions, LoadRecipe
+from dcp_core.recipes.save import PLAN_CACHE, SaveOptions, SaveRecipe
+from dcp_core.recipes.read import read_tensor
+
+__all__ = ["allow_pickled", "clear_plan_cache", "load", "read", "save"]
+
+BATCH_BYTES = 6 * 1024 * 1024
+DEADLINE_SECONDS = 1800.0
+
+
+def save(
+    state_dict: Mapping[Any, Any],
+    *,
+    checkpoint_id: CheckpointId | None = None,
+    storage_writer: StorageWriter | None = None,
+    planner: SavePlanner | None = None,
+    no_dist: bool = False,
+    use_collectives: bool = True,
+    process_group: Any = None,
+    timeout_seconds: float = DEADLINE_SECONDS,
+    durable: bool = True,
+    adapter: Adapter | None = None,
+) -> Metadata:
+    """Save a state; every rank of the group calls, with its own shards.
+
+    Args:
+        state_dict: Nested mappings, lists and tuples of tensors, plain values, and Stateful objects.
+        checkpoint_id: The directory, as a path or `file://` URL.
+        storage_writer: Where to write instead; with both, the writer is pointed at `checkpoint_id`.
+        planner: How to plan; a `StandardSavePlanner` by default.
+        no_dist: This process alone, under its rank in the job; as `use_collectives=False`.
+        use_collectives: False: every rank saves alone, into `{rank}.metadata`.
+        process_group: The ranks that call; the job's by default.
+        timeout_seconds: How long to wait for the slowest rank, in each exchange.
+        durable: Whether data reaches the disk before this returns.
+        adapter: Which framework's process group to use; plain numpy, a group of one, by default.
+
+    Returns:
+        The checkpoint's description, read as far as it is asked; every rank's data is committed. Without
+        collectives: this rank's description and data.
+
+    Raises:
+        DcpError: The same on every rank. What was there before is still there.
+    """
+    with stage("save"):
+        job, failed = _job(adapter, process_group, no_dist, use_collectives)
+        try:
+            writer = _checked(storage_writer, StorageWriter, "storage_writer") or FileSystemWriter()
+            chosen = _checked(planner, SavePlanner, "planner") or StandardSavePlanner()
+            _check_place(checkpoint_id, storage_writer)
+            _check_common(timeout_seconds)
+            _check_flags(no_dist=no_dist, use_collectives=use_collectives, durable=durable)
+        except ArgumentError as error:
+            failed = failed or error
+            writer, chosen, timeout_seconds = FileSystemWriter(), StandardSavePlanner(), _usable(timeout_seconds)
+        options = SaveOptions(checkpoint_id, float(timeout_seconds), bool(durable), f"hyper-dcp {__version__}")
+        recipe = SaveRecipe(job, writer, chosen, options)
+        with stage("_save_impl"):
+            metadata = recipe.run(state_dict, failed=failed)
+        return metadata if metadata is not None else Metadata(_Committed(writer, recipe.save_id))
+
+
+def load(
+    state_dict: Mapping[Any, Any],
+    *,
+    checkpoint_id: CheckpointId | None = None,
+    storage_reader: StorageReader | None = None,
+    planner: LoadPlanner | None = None,
+    no_dist: bool = False,
+    use_collectives: bool = True,
+    broadcast_replicated_tensors: bool | str = True,
+    broadcast_groups: Mapping[tuple[int, ...], Any] | None = None,
+    broadcast_batch_bytes: int = BATCH_BYTES,
+    process_group: Any = None,
+    timeout_seconds: float = DEADLINE_SECONDS,
+    verify: Verify = True,
+    adapter: Adapter | None = None,
+) -> None:
+    """Load into a state, in place, whatever layout it was saved under; every rank of the group calls.
+
+    Args:
+        state_dict: The target: its tensors are filled, its plain values replaced. Keys that only the checkpoint has
+            are ignored.
+        checkpoint_id: The directory, as a path or `file://` URL.
+        storage_reader: Where to read from instead; with both, the reader is pointed at `checkpoint_id`.
+        planner: How to plan; a `StandardLoadPlanner` by default.
+        no_dist: This process alone, under its rank in the job; as `use_collectives=False`.
+        use_collectives: False: every rank loads alone.
+        broadcast_replicated_tensors: Whether shards that several ranks want are read once and broadcast: True, False,
+            or "auto".
+        broadcast_groups: Groups for that, by the tuple of their ranks.
+        broadcast_batch_bytes: Buffers below this are sent together.
+        process_group: The ranks that call; the job's by default.
+        timeout_seconds: How long to wait for the slowest rank, in each exchange.
+        verify: True: blocks that are read whole are checked. "full": every block that is touched is read whole and
+            checked. False: nothing is.
+        adapter: Which framework's process group to use; plain numpy, a group of one, by default.
+
+    Raises:
+        DcpError: The same on every rank. An error that is found before reading leaves the targets as they were; a
+            `CorruptError` or `StorageError` after that leaves them undefined, and says so.
+    """
+    with stage("load"):
+        job, failed = _job(adapter, process_group, no_dist, use_collectives)
+        try:
+            reader = _checked(storage_reader, StorageReader, "storage_reader") or FileSystemReader()
+            chosen = _checked(planner, LoadPlanner, "planner") or StandardLoadPlanner()
+            _check_place(checkpoint_id, storage_reader)
+            _check_common(timeout_seconds)
+            _check_flags(no_dist=no_dist, use_collectives=use_collectives)
+            _check_broadcast(broadcast_replicated_tensors, broadcast_groups, broadcast_batch_bytes)
+            _check_verify(verify)
+        except ArgumentError as error:
+            failed = failed or error
+            reader, chosen, timeout_seconds = FileSystemReader(), StandardLoadPlanner(), _usable(timeout_seconds)
+        options = LoadOptions(
+            checkpoint_id, float(timeout_seconds), verify, broadcast_replicated_tensors, broadcast_groups,
+            broadcast_batch_bytes,
+        )  # fmt: skip
+        LoadRecipe(job, reader, chosen, options).run(state_dict, failed=failed)
+
+
+def read(checkpoint_id: CheckpointId, key: str, box: Box | None = None) -> npt.NDArray[Any]:
+    """Read one tensor, or a region of it, as a numpy array; needs no framework and no group.
+
+    Args:
+        checkpoint_id: The checkpoint's directory.
+        key: Name of the tensor.
+        box: The region, in elements of the global tensor; the whole tensor by default.
+
+    Returns:
+        A fresh array of the region's shape. Types that numpy lacks come as raw bits (bfloat16 as uint16, float8 as
+        uint8).
+
+    Raises:
+        NotFoundError: There is no complete checkpoint.
+        MissingKeysError: It has no such tensor.
+        CorruptError, IncompleteError: It is damaged.
+    """
+    return read_tensor(checkpoint_id, key, box)
+
+
+def clear_plan_cache() -> None:
+    """Forget the plans of this process; the next save of every structure plans anew."""
+    PLAN_CACHE.clear()
+
+
+class _Committed:
+    """The metadata of a committed save, opened when somebody asks."""
+
+    def __init__(self, writer: StorageWriter, save_id: str) -> None:
+        self._writer = writer
+        self._save_id = save_id
+
+    @cached_property
+    def _source(self) -> MetadataSource:
+        return self._writer.committed_metadata(self._save_id).source
+
+    @property
+    def writer(self) -> WriterRecord:
+        return self._source.writer
+
+    @property
+    def save(self) -> SaveRecord:
+        return self._source.save
+
+    @property
+    def files(self) -> FileColumns:
+        return self._source.files
+
+    @property
+    def nesting(self) -> Nesting:
+        return self._source.nesting
+
+    def names(self) -> Sequence[str]:
+        return self._source.names()
+
+    def tensors(self, name: str) -> Sequence[StoredTensor]:
+        return self._source.tensors(name)
+
+    def objects(self, name: str) -> Sequence[StoredObject]:
+        return self._source.objects(name)
+
+
+def _job(
+    adapter: Adapter | None, group: Any, no_dist: bool, use_collectives: bool
+) -> tuple[Job, BaseException | None]:
+    """Find the group; what goes wrong with it on this rank alone cannot be told to others, and is raised."""
+    activate_codecs()
+    chosen: Adapter = NumpyAdapter() if adapter is None else adapter
+    found = chosen.process_group(group)
+    if no_dist is True:
+        found = ProcessGroup(found.global_rank, 1, found.global_rank, None, f"no_dist-{found.global_rank}")
+    set_rank(found.global_rank)
+    adapters = active_adapters()
+    if chosen.name not in {other.name for other in adapters.adapters}:
+        adapters = AdapterSet((chosen, *adapters.adapters), adapters.describers)
+    collectives = use_collectives is not False and no_dist is not True
+    return Job(adapters, found, (chosen.name, chosen.version), collectives), None
+
+
+def _checked(value: Any, kind: type[Any], name: str) -> Any:
+    if value is not None and not isinstance(value, kind):
+        raise ArgumentError(f"{name} must be a {kind.__name__}, found {type(value).__name__}")
+    return value
+
+
+def _check_place(checkpoint_id: object, storage: object) -> None:
+    if checkpoint_id is None and storage is None:
+        raise ArgumentError("where is the checkpoint? Pass checkpoint_id, or a storage object that was given a path")
+    if checkpoint_id is not None and not isinstance(checkpoint_id, (str, os.PathLike)):
+        raise ArgumentError(f"checkpoint_id must be a path or a URL, found {type(checkpoint_id).__name__}")
+
+
+def _check_common(timeout_seconds: object) -> None:
+    if isinstance(timeout_seconds, bool) or not isinstance(timeout_seconds, (int, float)) or not timeout_seconds > 0:
+        raise ArgumentError(f"timeout_seconds must be a positive number of seconds, found {timeout_seconds!r}")
+
+
+def _usable(timeout_seconds: object) -> float:
+    """A deadline for telling the others about a bad argument."""
+    good = isinstance(timeout_seconds, (int, float)) and timeout_seconds > 0
+    return float(timeout_seconds) if good else DEADLINE_SECONDS  # type: ignore[arg-type]  # checked just now
+
+
+def _check_flags(**flags: object) -> None:
+    for name, value in flags.items():
+        if not isinstance(value, (bool, np.bool_)):
+            raise ArgumentError(f"{name} must be True or False, found {value!r}")
+
+
+def _check_broadcast(broadcast: object, groups: object, batch_bytes: object) -> None:
+    if broadcast not in (True, False, "auto") or not isinstance(broadcast, (bool, str)):
+        raise ArgumentError(f'broadcast_replicated_tensors must be True, False or "auto", found {broadcast!r}')
+    if groups is not None and broadcast is False:
+        raise ArgumentError("broadcast_groups was given with broadcast_replicated_tensors=False; leave one of them out")
+    if groups is not None and not isinstance(groups, Mapping):
+        raise ArgumentError(f"broadcast_groups must map tuples of ranks to groups, found {type(groups).__name__}")
+    if isinstance(batch_bytes, bool) or not isinstance(batch_bytes, int) or batch_bytes < 0:
+        raise ArgumentError(f"broadcast_batch_bytes must be a number of bytes, 0 or more, found {batch_bytes!r}")
+
+
+def _check_verify(verify: object) -> None:
+    if not isinstance(verify, (bool, str)) or verify not in (True, False, "full"):
+        raise ArgumentError(f'verify must be True, False or "full", found {verify!r}')
+
+

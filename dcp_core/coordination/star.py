@@ -1,0 +1,321 @@
+"""The two sides of an exchange over a board: the coordinator, who gathers and answers, and the others.
+
+The messages of one exchange share a prefix. `.<rank>` holds what a rank hands in (its reader removes it), `.answers`
+the one answer for all, or the error, or the note that everybody's own answer is posted, `.<rank>.answer` such an own
+answer (its reader removes it). The coordinator removes `.answers` once every rank has come to a later exchange, so
+that a late rank still finds what was decided without it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from dcp_core.coordination.frames import Frame, FrameKind, decode_frame, encode_frame
+from dcp_core.coordination.verdict import (
+    checked_answers,
+    decode_failure,
+    error_frame,
+    failure_for_all,
+    is_bad,
+    judge,
+    safe_cause,
+)
+from dcp_core.errors import (
+    CoordinationError,
+    CoordinationTimeoutError,
+    DcpError,
+    InDoubtError,
+    RankCause,
+    encode_error,
+    merge_errors,
+)
+
+COORDINATOR = 0
+SETTLE_SECONDS = 1.5
+"""How much longer the coordinator waits for the others once one rank has failed."""
+
+_LONGEST_GRACE_SECONDS = 10.0
+_FIRST_SLICE_SECONDS = 0.25
+_LONGEST_SLICE_SECONDS = 1.0
+_PROBE_SECONDS = 0.001
+
+_log = logging.getLogger("dcp.coordination")
+
+Answers = Sequence[bytes] | bytes
+
+
+class Board(Protocol):
+    """What an exchange needs of a channel: `dcp_core.adapter.KeyValueChannel` is one."""
+
+    def put(self, name: str, payload: bytes) -> None:
+        """Post a message."""
+        ...
+
+    def wait(self, name: str, timeout_seconds: float) -> bytes | None:
+        """Wait for a message and return it; None when it did not come in time."""
+        ...
+
+    def delete(self, name: str) -> None:
+        """Remove a message."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of `run`."""
+
+    stage: str
+    prefix: str
+    request: Frame
+    started: float
+    error: BaseException | None
+    compute: Callable[[Sequence[bytes]], Answers] | None
+    commit: bool
+    in_doubt: str
+
+    @property
+    def is_interrupt(self) -> bool:
+        """Whether the rank leaves at once (Ctrl-C), without waiting for the others."""
+        return self.error is not None and not isinstance(self.error, Exception)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What came out: an answer for all, or one each, or a failure and what it was raised from."""
+
+    answers: tuple[bytes, ...] | bytes = b""
+    failure: DcpError | None = None
+    original: BaseException | None = None
+    nbytes: int = 0
+
+
+@dataclass(slots=True)
+class Ledger:
+    """What this process remembers of a group between exchanges: the next number, and answers still on the board."""
+
+    number: int = 0
+    posted: list[str] = field(default_factory=list)
+
+
+class Side(ABC):
+    """What both sides share.
+
+    Args:
+        rank: This rank in the group.
+        world_size: Ranks of the group.
+        board: Where the messages are; None for a group of one.
+        timeout_seconds: How long the coordinator waits for the slowest rank.
+        ledger: The group's memory in this process.
+    """
+
+    def __init__(self, rank: int, world_size: int, board: Board | None, timeout_seconds: float, ledger: Ledger) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.timeout_seconds = timeout_seconds
+        self.ledger = ledger
+        self._channel = board
+
+    @abstractmethod
+    def run(self, call: Call) -> Verdict:
+        """Carry out one exchange; only an interrupt is raised, every failure is returned."""
+
+    @property
+    def board(self) -> Board:
+        """Where the messages are."""
+        if self._channel is None:
+            raise CoordinationError(f"rank {self.rank} of a group of {self.world_size} has no channel to the others")
+        return self._channel
+
+    def forget(self, names: Iterable[str]) -> None:
+        """Remove messages; one that stays is litter, no failure."""
+        for name in names:
+            try:
+                self.board.delete(name)
+            except Exception as error:
+                _log.debug("message %s could not be removed: %s", name, error)
+            if name in self.ledger.posted:
+                self.ledger.posted.remove(name)
+
+    def own_failure(self, call: Call, error: BaseException, in_doubt: bool) -> DcpError:
+        """What the channel's failure, or an interrupt, on this rank amounts to."""
+        cause = safe_cause(error, self.rank)
+        if in_doubt:
+            return InDoubtError(f"{call.in_doubt}: rank {self.rank}: {cause.kind}: {cause.message}", [cause])
+        if not isinstance(error, Exception):
+            return merge_errors([cause])
+        return CoordinationError(
+            f"rank {self.rank} lost the channel to the other ranks in exchange {call.stage}: "
+            f"{cause.kind}: {cause.message}",
+            [cause],
+        )
+
+
+class CoordinatorSide(Side):
+    """Gathers, judges, computes, answers."""
+
+    def run(self, call: Call) -> Verdict:
+        """Gather, judge, compute, answer; whatever happens in between, the others hear of it."""
+        earlier = list(self.ledger.posted)
+        verdict: Verdict | None = None
+        computing = False
+        try:
+            frames = self._gather(call)
+            failed = judge(call.stage, frames, self.world_size, self.timeout_seconds)
+            computing = failed is None
+            if failed is None:
+                verdict = self._compute(call, [frames[rank].body for rank in range(self.world_size)])
+            else:
+                verdict = Verdict(failure=failed)
+            verdict = self._post(call, verdict)
+        except BaseException as error:
+            succeeded = verdict is None or verdict.failure is None
+            failure = self.own_failure(call, error, in_doubt=call.commit and computing and succeeded)
+            with contextlib.suppress(Exception):
+                self._post(call, Verdict(failure=failure))
+            if not isinstance(error, Exception):
+                raise
+            return Verdict(failure=failure, original=error) if verdict is None or succeeded else verdict
+        if len(frames) == self.world_size:
+            self.forget(earlier)
+        return verdict
+
+    def _gather(self, call: Call) -> dict[int, Frame]:
+        """What the ranks hand in, by rank, as far as they come.
+
+        Waits for each until one common deadline, which moves close once a rank has failed: nobody should wait half an
+        hour to hear of an error that is already here.
+        """
+        frames = {self.rank: call.request}
+        if call.is_interrupt:
+            return frames
+        pending = list(range(1, self.world_size))
+        deadline = call.started + self.timeout_seconds
+        if is_bad(call.request, call.request.label):
+            deadline = min(deadline, call.started + SETTLE_SECONDS)
+        longest_wait = _FIRST_SLICE_SECONDS
+        while pending:
+            is_last_look = time.monotonic() >= deadline
+            absent: list[int] = []
+            for rank in pending:
+                patience = 0.0 if absent else min(longest_wait, deadline - time.monotonic())
+                frame = self._take(call, rank, max(patience, _PROBE_SECONDS))
+                if frame is None:
+                    absent.append(rank)
+                    continue
+                frames[rank] = frame
+                if is_bad(frame, call.request.label):
+                    deadline = min(deadline, time.monotonic() + SETTLE_SECONDS)
+            pending = absent
+            if is_last_look:
+                break
+            longest_wait = min(longest_wait * 2, _LONGEST_SLICE_SECONDS)
+        return frames
+
+    def _take(self, call: Call, rank: int, patience_seconds: float) -> Frame | None:
+        """Read and remove what a rank handed in."""
+        name = f"{call.prefix}.{rank}"
+        message = self.board.wait(name, patience_seconds)
+        if message is None:
+            return None
+        self.forget([name])
+        try:
+            return decode_frame(message)
+        except CoordinationError as error:
+            return error_frame(call.request.label, error, rank)
+
+    def _compute(self, call: Call, payloads: Sequence[bytes]) -> Verdict:
+        try:
+            answers = b"" if call.compute is None else call.compute(payloads)
+            return Verdict(checked_answers(answers, self.world_size))
+        except Exception as error:
+            return Verdict(failure=failure_for_all(error, self.rank), original=error)
+
+    def _post(self, call: Call, verdict: Verdict) -> Verdict:
+        """Answer the others; returns the verdict with the bytes that this rank got."""
+        label, answers = call.request.label, verdict.answers
+        own = b""
+        if verdict.failure is not None:
+            frame = Frame(FrameKind.ERROR, label, encode_error(verdict.failure))
+        elif isinstance(answers, bytes):
+            frame = Frame(FrameKind.SHARED, label, answers)
+        else:
+            frame = Frame(FrameKind.OWN, label)
+            own = encode_frame(Frame(FrameKind.SHARED, label, answers[self.rank]))
+            for rank in range(1, self.world_size):
+                answer = encode_frame(Frame(FrameKind.SHARED, label, answers[rank]))
+                self.board.put(f"{call.prefix}.{rank}.answer", answer)
+        message = encode_frame(frame)
+        if self.world_size > 1:
+            self.board.put(f"{call.prefix}.answers", message)
+            self.ledger.posted.append(f"{call.prefix}.answers")
+        return Verdict(answers, verdict.failure, verdict.original, len(own) + len(message))
+
+
+class ParticipantSide(Side):
+    """Hands in, and waits for the answer."""
+
+    def run(self, call: Call) -> Verdict:
+        """Hand in, wait, collect; who leaves without an answer says so."""
+        try:
+            self.board.put(f"{call.prefix}.{self.rank}", encode_frame(call.request))
+            if call.is_interrupt:
+                return Verdict()
+            return self._await_answer(call)
+        except Exception as error:
+            in_doubt = call.commit and call.error is None
+            return Verdict(failure=self.own_failure(call, error, in_doubt), original=error)
+        except BaseException as interrupt:
+            self._withdraw(call, interrupt)
+            raise
+
+    def _await_answer(self, call: Call) -> Verdict:
+        message = self.board.wait(f"{call.prefix}.answers", self._patience(call))
+        if message is None:
+            return self._give_up(call)
+        frame, nbytes = decode_frame(message), len(message)
+        if frame.kind is FrameKind.ERROR:
+            self.forget([f"{call.prefix}.{self.rank}"])
+            return Verdict(failure=decode_failure(frame.body), nbytes=nbytes)
+        if frame.kind is FrameKind.OWN:
+            name = f"{call.prefix}.{self.rank}.answer"
+            message = self.board.wait(name, self._patience(call))
+            if message is None:
+                return self._give_up(call)
+            self.forget([name])
+            frame, nbytes = decode_frame(message), nbytes + len(message)
+        if frame.kind is not FrameKind.SHARED:
+            raise CoordinationError(f"the coordinator's answer is of kind {frame.kind.name}")
+        return Verdict(frame.body, nbytes=nbytes)
+
+    def _patience(self, call: Call) -> float:
+        return max(call.started + self._longest_wait - time.monotonic(), _PROBE_SECONDS)
+
+    @property
+    def _longest_wait(self) -> float:
+        """Seconds that a rank waits for its answer: longer than the coordinator waits for the slowest rank."""
+        return self.timeout_seconds + min(_LONGEST_GRACE_SECONDS, self.timeout_seconds / 4)
+
+    def _give_up(self, call: Call) -> Verdict:
+        text = f"rank {COORDINATOR}, the coordinator, gave no answer in exchange {call.stage} within"
+        failure = CoordinationTimeoutError(
+            f"{text} {self._longest_wait:g} s (rank {self.rank} waited): it is gone, or hangs, or waits for other "
+            "ranks. See its log; if the ranks are only slow, pass a larger timeout_seconds",
+            [RankCause(COORDINATOR, CoordinationTimeoutError.__name__, f"{text} {self._longest_wait:g} s")],
+        )
+        self._withdraw(call, failure)
+        if call.commit and call.error is None:
+            return Verdict(failure=InDoubtError(f"{call.in_doubt}: {failure.message}", failure.causes))
+        return Verdict(failure=failure)
+
+    def _withdraw(self, call: Call, error: BaseException) -> None:
+        """Tell a coordinator that comes later than anybody waits that this rank has left."""
+        name = f"{call.prefix}.{self.rank}"
+        with contextlib.suppress(Exception):
+            self.board.delete(name)
+            self.board.put(name, encode_frame(error_frame(call.request.label, error, self.rank)))

@@ -1,0 +1,137 @@
+"""Opens a checkpoint's data files, each only after it has proven to be the one that the metadata means.
+
+Goes in: a row of the metadata's `FileColumns`. Comes out: an open file with the checksums of its chunks.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from types import TracebackType
+
+from dcp_core.errors import IncompleteError, NotFoundError
+from dcp_core.file_names import data_file_name
+from dcp_core.formats.checksums import ChecksumTable
+from dcp_core.formats.safetensors_file import SAVE_ID_START, FileFacts, check_facts, check_save_id, read_checksums
+from dcp_core.metadata import FileColumns, SaveRecord
+from dcp_core.storage.base import ReadHandle, Storage
+
+OPEN_FILES = 16
+"""Files that are kept open at once."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OpenFile:
+    """A data file that is the right one.
+
+    Attributes:
+        facts: What the metadata says about it.
+        handle: For reading.
+        checksums: Of its data; None when nothing is to be checked.
+    """
+
+    facts: FileFacts
+    handle: ReadHandle
+    checksums: ChecksumTable | None
+
+
+def file_facts(files: FileColumns, save: SaveRecord, row: int) -> FileFacts:
+    """What the metadata says about the data file in one row."""
+    name = data_file_name(int(files.rank[row]), int(files.part[row]), int(files.kind[row]), save.suffix)
+    low, high = files.digest[row].tolist()
+    nbytes, start = int(files.nbytes[row]), int(files.data_start[row])
+    return FileFacts(
+        name, save.save_id, nbytes, start, int(files.field_start[row]), int(files.field_nbytes[row]), high << 64 | low
+    )
+
+
+def check_size(storage: Storage, facts: FileFacts) -> None:
+    """Compare a file's size with what the metadata says.
+
+    Raises:
+        IncompleteError: It is missing, or of another size.
+    """
+    found = storage.size(facts.name)
+    if found == facts.nbytes:
+        return
+    problem = "is missing" if found is None else f"has {found} bytes, expected {facts.nbytes}"
+    raise IncompleteError(
+        f"{facts.name} {problem} in {storage.describe()}: restore the file, or load another checkpoint"
+    )
+
+
+class TensorFiles:
+    """The tensor files of one checkpoint, opened when they are asked for; a context manager that closes them."""
+
+    def __init__(self, storage: Storage, files: FileColumns, save: SaveRecord, *, verify: bool) -> None:
+        self._storage = storage
+        self._files = files
+        self._save = save
+        self._verify = verify
+        self._open: OrderedDict[int, OpenFile] = OrderedDict()
+
+    def __enter__(self) -> TensorFiles:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        while self._open:
+            self._open.popitem()[1].handle.close()
+
+    def facts(self, row: int) -> FileFacts:
+        """What the metadata says about one file."""
+        return file_facts(self._files, self._save, row)
+
+    def check_sizes(self, rows: Iterable[int]) -> None:
+        """Find missing and short files before anything is read.
+
+        Raises:
+            IncompleteError: A file is missing, or of another size.
+            CorruptError: The metadata says what no file can be.
+        """
+        for row in rows:
+            facts = self.facts(row)
+            check_facts(facts)
+            check_size(self._storage, facts)
+
+    def get(self, row: int) -> OpenFile:
+        """Open a file, or find it open.
+
+        Raises:
+            CorruptError: It is another save's file, or its header has been changed.
+        """
+        found = self._open.get(row)
+        if found is not None:
+            self._open.move_to_end(row)
+            return found
+        while len(self._open) >= OPEN_FILES:
+            self._open.popitem(last=False)[1].handle.close()
+        facts = self.facts(row)
+        check_facts(facts)
+        handle = self._open_read(facts)
+        try:
+            opened = OpenFile(facts, handle, self._identify(handle, facts))
+        except BaseException:
+            handle.close()
+            raise
+        self._open[row] = opened
+        return opened
+
+    def _open_read(self, facts: FileFacts) -> ReadHandle:
+        try:
+            return self._storage.open_read(facts.name)
+        except NotFoundError as error:
+            where = self._storage.describe()
+            raise IncompleteError(f"{facts.name} was removed from {where} during the load; load again") from error
+
+    def _identify(self, handle: ReadHandle, facts: FileFacts) -> ChecksumTable | None:
+        if self._verify:
+            header = bytearray(facts.data_start)
+            handle.read_into(0, memoryview(header))
+            return read_checksums(bytes(header), facts)
+        found = bytearray(32)
+        handle.read_into(SAVE_ID_START, memoryview(found))
+        check_save_id(bytes(found), facts.save_id, facts.name)
+        return None

@@ -1,0 +1,314 @@
+"""The writer and the reader over a directory of files.
+
+Goes in: plans. Comes out: data files, and `.metadata` when every rank's are there. The byte work is in
+`write_engine` and `read_engine`; the rules of commit and overwriting in `storage.commit`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from typing import Any
+from urllib.parse import unquote
+
+import numpy as np
+
+from dcp_core.errors import ArgumentError, CorruptError, DcpError, NotFoundError, StorageError
+from dcp_core.execution.data_files import TensorFiles
+from dcp_core.execution.interfaces import (
+    CheckpointId,
+    FileRecord,
+    MetadataDraft,
+    PlannedRead,
+    PlannedWrite,
+    ReadContext,
+    ReadTarget,
+    StorageReader,
+    StorageWriter,
+    WriteContext,
+    WriteResult,
+    WriteSource,
+)
+from dcp_core.execution.object_files import ObjectFiles
+from dcp_core.execution.read_engine import read_tensors
+from dcp_core.execution.write_engine import write_objects, write_tensors
+from dcp_core.file_names import METADATA_NAME, data_file_name, rank_metadata_name
+from dcp_core.formats.metadata_file import assemble, file_names, open_bytes, open_metadata
+from dcp_core.metadata import FileColumns, Metadata, StoredObject
+from dcp_core.storage.base import ReadHandle, Storage
+from dcp_core.storage.commit import Opening, abort, begin, commit, heartbeat
+from dcp_core.storage.local import LocalStorage
+
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://")
+_WORD = (1 << 64) - 1
+_NOWHERE = "where is the checkpoint? Pass checkpoint_id, or a storage object that was given a path"
+
+
+def local_path(checkpoint_id: CheckpointId) -> str:
+    """Turn what names a checkpoint into a path.
+
+    Args:
+        checkpoint_id: A path, or a `file://` URL, which is percent-decoded.
+
+    Raises:
+        ArgumentError: A URL of another scheme or host, an empty or impossible path.
+
+    >>> local_path("file:///tmp/step%201")
+    '/tmp/step 1'
+    """
+    path = os.fspath(checkpoint_id)
+    if not isinstance(path, str) or not path or "\0" in path:
+        raise ArgumentError(f"checkpoint_id {path!r} is no path of a directory")
+    match = _SCHEME.match(path) if isinstance(checkpoint_id, str) else None
+    if match is None:
+        return path
+    if match[1].lower() != "file":
+        raise ArgumentError(
+            f"checkpoint_id {path!r} has the scheme {match[1]!r}; expected a path or a file:// URL, or a "
+            "storage_writer or storage_reader that knows this scheme"
+        )
+    host, slash, rest = path[match.end() :].partition("/")
+    if host not in ("", "localhost") or not slash:
+        raise ArgumentError(f"checkpoint_id {path!r} names a file on the host {host!r}; expected file:///path")
+    decoded = unquote("/" + rest, errors="surrogateescape")
+    if "\0" in decoded:
+        raise ArgumentError(f"checkpoint_id {path!r} is no path of a directory")
+    return decoded
+
+
+def file_columns(results: Sequence[WriteResult]) -> FileColumns:
+    """The files block of `.metadata`: all ranks' data files, sorted by (rank, kind, part)."""
+    records = sorted((f for result in results for f in result.files), key=lambda f: (f.rank, f.kind, f.part))
+    return FileColumns(
+        rank=np.array([f.rank for f in records], np.int32),
+        part=np.array([f.part for f in records], np.int32),
+        kind=np.array([f.kind for f in records], np.uint8),
+        nbytes=np.array([f.nbytes for f in records], np.int64),
+        data_start=np.array([f.data_start for f in records], np.int64),
+        field_start=np.array([f.field_start for f in records], np.int64),
+        field_nbytes=np.array([f.field_nbytes for f in records], np.int64),
+        digest=np.array([(f.digest & _WORD, f.digest >> 64) for f in records], np.uint64).reshape(-1, 2),
+    )
+
+
+class _Directory:
+    """Which storage a writer or a reader works on."""
+
+    def __init__(self, path: CheckpointId | None, storage: Storage | None) -> None:
+        if path is not None and storage is not None:
+            raise ArgumentError("a path and a storage were given; one of them says where the checkpoint is")
+        self._path = None if path is None else os.path.abspath(local_path(path))
+        self._storage = storage if self._path is None else LocalStorage(self._path)
+
+    def select(self, checkpoint_id: CheckpointId | None) -> None:
+        """Turn to another checkpoint; None keeps the present one, but follows its links anew."""
+        if checkpoint_id is not None:
+            self._path = os.path.abspath(local_path(checkpoint_id))
+        if self._path is not None:
+            operations = self._storage.operations if isinstance(self._storage, LocalStorage) else None
+            self._storage = LocalStorage(self._path, operations)
+        if self._storage is None:
+            raise ArgumentError(_NOWHERE)
+
+    @property
+    def storage(self) -> Storage:
+        if self._storage is None:
+            raise ArgumentError(_NOWHERE)
+        return self._storage
+
+
+class FileSystemWriter(StorageWriter):
+    """Writes checkpoints into directories.
+
+    Args:
+        path: The checkpoint's directory, or a `file://` URL of it; `checkpoint_id` of a save replaces it.
+        durable: Whether data reaches the disk before a save is complete.
+        storage: A storage to use instead of `path`.
+    """
+
+    def __init__(
+        self, path: CheckpointId | None = None, *, durable: bool = True, storage: Storage | None = None
+    ) -> None:
+        self.durable = durable
+        self._directory = _Directory(path, storage)
+        self._context: WriteContext | None = None
+        self._opening: Opening | None = None
+        self._written: list[str] = []
+        self._beating = ExitStack()
+
+    def initialize_writer(self, checkpoint_id: CheckpointId | None = None) -> None:
+        """Point the writer at a directory; None keeps the one that it was made with."""
+        self._beating.close()
+        self._directory.select(checkpoint_id)
+        self._context, self._opening, self._written = None, None, []
+
+    def begin_checkpoint(self, save_id: str, rank: int | None) -> str:
+        """Create the directory and the save's intent record; gives the suffix of its files' names."""
+        storage = self._directory.storage
+        self._opening = begin(storage, save_id, rank=rank, files_of=file_names)
+        self._beating.enter_context(heartbeat(storage, self._opening))
+        return self._opening.suffix
+
+    def configure_writer(self, context: WriteContext) -> None:
+        """Learn which save comes next."""
+        self._context = replace(context, durable=context.durable and self.durable)
+        self._written = []
+
+    def execute_write(self, plan: PlannedWrite, planner: WriteSource) -> WriteResult:
+        """Write this rank's data files; a rank with nothing to write makes none."""
+        started = time.perf_counter()
+        context, storage = self._configured(), self._directory.storage
+        spans, objects = plan.spans(), plan.objects()
+        files = []
+        if spans:
+            files.append(self._note(write_tensors(storage, context, spans, planner)))
+        if objects:
+            files.append(self._note(write_objects(storage, context, objects, planner)))
+        if files and context.durable:
+            storage.sync()
+        data_nbytes = sum(file.nbytes - file.data_start for file in files)
+        return WriteResult(context.rank, tuple(files), time.perf_counter() - started, data_nbytes)
+
+    def finalize_checkpoint(self, metadata: MetadataDraft, results: Sequence[WriteResult]) -> Metadata:
+        """Check that all data files are there, and commit."""
+        context = self._configured()
+        if self._opening is None:
+            raise ArgumentError("finalize_checkpoint without begin_checkpoint: this rank did not open the save")
+        files = file_columns(results)
+        blob = assemble(metadata.body, files, metadata.save, metadata.writer)
+        expected = {
+            data_file_name(file.rank, file.part, file.kind, metadata.save.suffix): file.nbytes
+            for result in results
+            for file in result.files
+        }
+        name = METADATA_NAME if metadata.save.rank is None else rank_metadata_name(metadata.save.rank)
+        commit(
+            self._directory.storage,
+            self._opening,
+            blob,
+            expected,
+            name=name,
+            durable=context.durable,
+            files_of=file_names,
+        )
+        self._beating.close()
+        self._opening, self._written = None, []
+        return Metadata(open_bytes(blob, file_name=name))
+
+    def committed_metadata(self, save_id: str) -> Metadata:
+        """Open the `.metadata` that the coordinator has just put there."""
+        reader = FileSystemReader(storage=self._directory.storage)
+        metadata = reader.load_metadata()
+        if metadata.save_id != save_id:
+            raise StorageError(
+                f"another save, {metadata.save_id}, has replaced save {save_id} in {self._directory.storage.describe()}"
+            )
+        return metadata
+
+    def abort_checkpoint(self) -> None:
+        """Remove what this rank wrote, and the save's intent record where this rank made it."""
+        self._beating.close()
+        opening, names = self._opening, self._written
+        self._opening, self._written = None, []
+        with suppress(DcpError):
+            abort(self._directory.storage, opening, names, files_of=file_names)
+
+    def _note(self, file: FileRecord) -> FileRecord:
+        """Remember what has been written, so that an abort removes that and nothing else."""
+        suffix = self._configured().suffix
+        self._written.append(data_file_name(file.rank, file.part, file.kind, suffix))
+        return file
+
+    def _configured(self) -> WriteContext:
+        if self._context is None:
+            raise ArgumentError("configure_writer comes before writing")
+        return self._context
+
+
+class FileSystemReader(StorageReader):
+    """Reads checkpoints from directories.
+
+    Args:
+        path: The checkpoint's directory, or a `file://` URL of it; `checkpoint_id` of a load replaces it.
+        storage: A storage to use instead of `path`.
+    """
+
+    def __init__(self, path: CheckpointId | None = None, *, storage: Storage | None = None) -> None:
+        self._directory = _Directory(path, storage)
+        self._metadata: Metadata | None = None
+        self._context = ReadContext(0, 1)
+        self._objects: ObjectFiles | None = None
+
+    def initialize_reader(self, checkpoint_id: CheckpointId | None = None) -> None:
+        """Point the reader at a directory; None keeps the one that it was made with."""
+        self._directory.select(checkpoint_id)
+        self._metadata = None
+        self._objects = None
+
+    def load_metadata(self, rank: int | None = None, header_digest: bytes | None = None) -> Metadata:
+        """Open `.metadata`, or `{rank}.metadata`; it stays open as long as the result is in use."""
+        storage = self._directory.storage
+        name = METADATA_NAME if rank is None else rank_metadata_name(rank)
+        if storage.size(name) is None:
+            raise NotFoundError(
+                f"there is no {name} in {storage.describe()}: no checkpoint has been completed there; "
+                "check the path, or load another checkpoint"
+            )
+        handle = storage.open_read(name)
+        read = _RangedRead(handle)
+        return Metadata(open_metadata(read, handle.nbytes, header_digest=header_digest, file_name=name))
+
+    def configure_reader(self, metadata: Metadata, context: ReadContext) -> None:
+        """Learn which load comes next."""
+        self._metadata = metadata
+        self._context = context
+        self._objects = None
+
+    def check_files(self, plan: PlannedRead) -> None:
+        """See that the files of a plan are there and have their sizes."""
+        source = self._configured().source
+        with TensorFiles(self._directory.storage, source.files, source.save, verify=False) as files:
+            files.check_sizes(sorted({span.file for span in plan.spans()}))
+
+    def read_object(self, stored: StoredObject) -> bytes:
+        """Read one object's bytes; always checked."""
+        if self._objects is None:
+            source = self._configured().source
+            self._objects = ObjectFiles(self._directory.storage, source.files, source.save)
+        return self._objects.read(stored)
+
+    def execute_read(
+        self,
+        plan: PlannedRead,
+        planner: ReadTarget,
+        broadcast_groups: Mapping[tuple[int, ...], Any] | None = None,
+        broadcast_batch_bytes: int = 0,
+    ) -> None:
+        """Read what the plan says to where the planner says. Every rank reads for itself here."""
+        source = self._configured().source
+        verify = self._context.verify is not False
+        with TensorFiles(self._directory.storage, source.files, source.save, verify=verify) as files:
+            read_tensors(files, self._context, plan.spans(), planner)
+
+    def _configured(self) -> Metadata:
+        if self._metadata is None:
+            raise ArgumentError("configure_reader comes before reading")
+        return self._metadata
+
+
+class _RangedRead:
+    """Reads ranges of one file that stays open, so that a save over the checkpoint does not mix two descriptions."""
+
+    def __init__(self, handle: ReadHandle) -> None:
+        self._handle = handle
+
+    def __call__(self, offset: int, nbytes: int) -> bytes:
+        if offset < 0 or nbytes < 0 or offset + nbytes > self._handle.nbytes:
+            raise CorruptError(f"{self._handle.name}: bytes {offset} to {offset + nbytes} lie outside of the file")
+        content = bytearray(nbytes)
+        self._handle.read_into(offset, memoryview(content))
+        return bytes(content)

@@ -1,0 +1,205 @@
+"""Which stored entry fills which target.
+
+In: the target's leaves and the checkpoint's metadata. Out: `Matches`. A leaf is found by its typed path first, then by
+its name, so that nested and flat states find each other. Everything that does not fit is found here, before any target
+is touched.
+"""
+
+from __future__ import annotations
+
+import bisect
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from dcp_core.dtype import DType, conversion
+from dcp_core.errors import DTypeMismatchError, MissingKeysError, PlanningError, ShapeMismatchError
+from dcp_core.metadata import EVERY_RANK, Metadata, StoredObject, StoredTensor
+from dcp_core.planning.load_plan import Wanted, WantedObject
+from dcp_core.planning.local_plan import Leaf, LocalState, check_writable
+from dcp_core.state_path import PerRank, StatePath, canonical_name, plain_name
+
+_logger = logging.getLogger("dcp.planning")
+
+_Entry = TypeVar("_Entry", StoredTensor, StoredObject)
+_KEYS_SHOWN = 100
+
+
+@dataclass(frozen=True, slots=True)
+class MatchRules:
+    """How strictly a target must fit.
+
+    Attributes:
+        allow_partial_load: Leave targets alone whose key the checkpoint lacks.
+        cast: "auto": lossless conversions, and lossy ones among floating types, reported once. "exact": none.
+            "any": all that the framework can do.
+    """
+
+    allow_partial_load: bool = False
+    cast: str = "auto"
+
+
+@dataclass(slots=True)
+class Matches:
+    """What will be loaded.
+
+    Attributes:
+        wanted: Boxes to fill.
+        objects: Objects to fetch.
+        missing: Keys that the checkpoint lacks.
+        lossy: "key: dtype to dtype" for conversions that lose precision.
+        borrowed: Keys whose value differed between ranks, taken from the lowest rank.
+    """
+
+    wanted: list[Wanted] = field(default_factory=list)
+    objects: list[WantedObject] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    lossy: list[str] = field(default_factory=list)
+    borrowed: list[str] = field(default_factory=list)
+
+
+def match_state(state: LocalState, metadata: Metadata, rank: int, world_size: int, rules: MatchRules) -> Matches:
+    """Find what fills each leaf of the target.
+
+    Raises:
+        MissingKeysError: Keys that the checkpoint lacks, all of them named; or an empty container where it has entries.
+        ShapeMismatchError, DTypeMismatchError, PlanningError: A target that does not fit.
+    """
+    found = Matches()
+    _refuse_empty_containers(state, metadata)
+    for position, leaf in enumerate(state.leaves):
+        _match_leaf(position, leaf, metadata, rank, world_size, rules, found)
+    if found.missing and not rules.allow_partial_load:
+        raise _missing_error(found.missing, metadata)
+    return found
+
+
+def _match_leaf(
+    position: int, leaf: Leaf, metadata: Metadata, rank: int, world_size: int, rules: MatchRules, found: Matches
+) -> None:
+    tensors, objects = find_entries(metadata, leaf.path)
+    if not tensors and not objects:
+        found.missing.append(leaf.name)
+        return
+    if leaf.tensor is None:
+        if tensors:
+            raise PlanningError(
+                f"{leaf.name!r}: the checkpoint has a tensor of shape {tensors[0].shape}, the target has "
+                f"{type(leaf.value).__name__} {_shown(leaf.value)}; put a tensor of that shape there"
+            )
+        stored = _pick(objects, rank, world_size, leaf.name, found.borrowed)
+        if stored.per_rank and metadata.world_size != world_size:
+            raise PlanningError(
+                f"{leaf.name!r} holds one value per rank, saved by {metadata.world_size} ranks and loaded by "
+                f"{world_size}; load it with {metadata.world_size} ranks or leave the key out"
+            )
+        found.objects.append(WantedObject(leaf.name, position, stored))
+        return
+    if not tensors:
+        raise PlanningError(
+            f"{leaf.name!r}: the checkpoint has a plain value, the target has a tensor of shape "
+            f"{leaf.tensor.global_shape}; put a plain value there"
+        )
+    _match_tensor(position, leaf, _pick(tensors, rank, world_size, leaf.name, found.borrowed), rules, found)
+
+
+def _match_tensor(position: int, leaf: Leaf, stored: StoredTensor, rules: MatchRules, found: Matches) -> None:
+    tensor = leaf.tensor
+    assert tensor is not None
+    if stored.shape != tensor.global_shape:
+        raise ShapeMismatchError(
+            f"{leaf.name!r}: the checkpoint has global shape {stored.shape}, the target {tensor.global_shape}; "
+            "make the target with the shape that was saved"
+        )
+    if _check_dtype(leaf.name, stored.dtype, tensor.dtype, rules.cast) == "lossy":
+        found.lossy.append(f"{leaf.name}: {stored.dtype.name} to {tensor.dtype.name}")
+    check_writable(tensor, leaf.name)
+    for ordinal, box in enumerate(tensor.boxes):
+        found.wanted.append(Wanted(leaf.name, position, ordinal, box, tensor.dtype, stored))
+
+
+def _check_dtype(name: str, stored: DType, target: DType, cast: str) -> str:
+    kind = conversion(stored, target)
+    allowed = {"exact": ("same",), "auto": ("same", "lossless", "lossy")}.get(cast, (kind,))
+    if kind in allowed:
+        return kind
+    remedy = "make the target with the stored dtype" + ("" if cast == "exact" else ', or pass cast="any" to the planner')
+    raise DTypeMismatchError(
+        f"{name!r}: the checkpoint has {stored.name}, the target {target.name}, and cast={cast!r} does not convert "
+        f"one into the other; {remedy}"
+    )
+
+
+def find_entries(metadata: Metadata, path: StatePath) -> tuple[Sequence[StoredTensor], Sequence[StoredObject]]:
+    """Look a leaf up: by typed path under its two possible names, then by plain name whatever the path."""
+    source = metadata.source
+    plain = plain_name(path)
+    candidates: list[tuple[list[StoredTensor], list[StoredObject]]] = []
+    try:
+        names = [plain] if plain.encode() else []
+    except UnicodeEncodeError:
+        names = []
+    for name in (*names, canonical_name(path)):
+        tensors, objects = list(source.tensors(name)), list(source.objects(name))
+        if any(entry.path == path for entry in (*tensors, *objects)):
+            return [t for t in tensors if t.path == path], [o for o in objects if o.path == path]
+        candidates.append((tensors, objects))
+    return candidates[0] if names else ([], [])
+
+
+def _pick(entries: Sequence[_Entry], rank: int, world_size: int, name: str, borrowed: list[str]) -> _Entry:
+    """Of one value per rank take this rank's, else the lowest rank's."""
+    if entries[0].rank == EVERY_RANK:
+        return entries[0]
+    for entry in entries:
+        if entry.rank == rank:
+            return entry
+    if not getattr(entries[0], "per_rank", False):
+        borrowed.append(f"{name} (from rank {entries[0].rank})")
+    return min(entries, key=lambda entry: entry.rank)
+
+
+def _refuse_empty_containers(state: LocalState, metadata: Metadata) -> None:
+    """An empty container where the checkpoint has entries would load nothing and say nothing."""
+    names: Sequence[str] | None = None
+    for path in state.flat.empty:
+        if not path:
+            continue
+        names = list(metadata.source.names()) if names is None else names
+        prefix = plain_name(path) + "."
+        inside = _first_with_prefix(names, prefix)
+        if inside is not None:
+            raise MissingKeysError(
+                f"{plain_name(path)!r} is empty in the target but the checkpoint has entries there ({inside!r} and "
+                "more); warm the target up first (an optimizer: make its state, for example by one step with zero "
+                "gradients), or leave the key out"
+            )
+
+
+def _first_with_prefix(names: Sequence[str], prefix: str) -> str | None:
+    at = bisect.bisect_left(names, prefix.encode("utf-8", "surrogatepass"), key=lambda name: name.encode())
+    return names[at] if at < len(names) and names[at].startswith(prefix) else None
+
+
+def _missing_error(missing: Sequence[str], metadata: Metadata) -> MissingKeysError:
+    shown = ", ".join(repr(name) for name in missing[:_KEYS_SHOWN])
+    more = f" and {len(missing) - _KEYS_SHOWN} more" if len(missing) > _KEYS_SHOWN else ""
+    plural = "key" if len(missing) == 1 else "keys"
+    return MissingKeysError(
+        f"the checkpoint lacks {len(missing)} {plural}: {shown}{more}; leave them out of the target, or pass "
+        "StandardLoadPlanner(allow_partial_load=True) to keep what the target has there"
+    )
+
+
+def _shown(value: object) -> str:
+    text = repr(value.value if isinstance(value, PerRank) else value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def warn_once(what: str, keys: Iterable[str]) -> None:
+    """Log one line that names keys."""
+    named = sorted(keys)
+    if named:
+        more = f" and {len(named) - _KEYS_SHOWN} more" if len(named) > _KEYS_SHOWN else ""
+        _logger.warning("%s: %s%s", what, ", ".join(named[:_KEYS_SHOWN]), more)

@@ -1,0 +1,90 @@
+"""What a recipe is given: the adapters, the group, and the codec of objects."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from dcp_core.adapter import AdapterSet, ProcessGroup
+from dcp_core.coordination.exchange import Exchange
+from dcp_core.formats.objects import decode_value, encode_value, needs_pickle, value_digest
+from dcp_core.planning.planners import PlannerContext
+
+logger = logging.getLogger("dcp.recipes")
+
+Result = TypeVar("Result")
+
+
+class ObjectEncoding:
+    """The objects codec of `dcp_core.formats`, as planners see it."""
+
+    def encode(self, value: Any, path: str) -> bytes:
+        """Encode a value exactly."""
+        return encode_value(value, path=path)
+
+    def decode(self, blob: bytes, name: str) -> Any:
+        """Undo `encode`."""
+        return decode_value(blob, name=name)
+
+    def digest(self, value: Any) -> int:
+        """Equal for equal values."""
+        return value_digest(value)
+
+    def needs_pickle(self, value: Any) -> bool:
+        """Whether the value has no exact encoding."""
+        return needs_pickle(value)
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """Who saves or loads.
+
+    Attributes:
+        adapters: How tensors are described.
+        group: The ranks that call together.
+        framework: Name and version of the framework, for the record.
+        use_collectives: False: this rank alone.
+    """
+
+    adapters: AdapterSet
+    group: ProcessGroup
+    framework: tuple[str, str]
+    use_collectives: bool = True
+
+    @property
+    def is_coordinator(self) -> bool:
+        """Whether this rank decides."""
+        return self.group.rank == 0 or not self.use_collectives
+
+    @property
+    def world_size(self) -> int:
+        """Ranks that call together; 1 where each is alone."""
+        return self.group.world_size if self.use_collectives else 1
+
+    def exchange(self, timeout_seconds: float) -> Exchange:
+        """The exchanges of this call."""
+        if not self.use_collectives or self.group.world_size == 1:
+            return Exchange(0, 1, None, key=f"alone-{self.group.rank}", timeout_seconds=timeout_seconds)
+        group = self.group
+        return Exchange(group.rank, group.world_size, group.channel, key=group.key, timeout_seconds=timeout_seconds)
+
+    def planner_context(self) -> PlannerContext:
+        """What a planner is told."""
+        return PlannerContext(
+            describe=self.adapters.describe,
+            codec=ObjectEncoding(),
+            rank=self.group.rank,
+            world_size=self.group.world_size,
+            is_coordinator=self.is_coordinator,
+            use_collectives=self.use_collectives,
+        )
+
+
+def attempt(stage: Callable[[], Result]) -> tuple[Result | None, BaseException | None]:
+    """Run a stage of one rank; what it raises goes into the next exchange instead of up."""
+    try:
+        return stage(), None
+    except BaseException as error:  # Ctrl-C on one rank is an error on all
+        return None, error

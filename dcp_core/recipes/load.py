@@ -1,0 +1,325 @@
+"""Load, stage by stage.
+
+`.metadata` by way of the coordinator (1) -> match, intersect -> objects read once, errors of all plans (2) -> read in
+place -> errors (3) -> `load_state_dict` of Stateful objects, errors (4). Until exchange 2 has gone well on all ranks,
+no target is touched.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dcp_core.coordination.frames import pack, unpack
+from dcp_core.errors import ArgumentError, CorruptError, NotFoundError, PlanningError
+from dcp_core.execution.interfaces import CheckpointId, ReadContext, StorageReader, Verify
+from dcp_core.formats.metadata_file import MetadataColumns, MetadataFile, assemble, encode_body, open_bytes
+from dcp_core.formats.objects import decode_value, encode_value
+from dcp_core.log import stage
+from dcp_core.metadata import EVERY_RANK, Metadata, MetadataIndex
+from dcp_core.planning.items import ItemType, ReadItem
+from dcp_core.planning.load_plan import LoadPlan, PeerPlan, WantedObject
+from dcp_core.planning.planners import LoadPlanner
+from dcp_core.planning.standard_load import StandardLoadPlanner
+from dcp_core.recipes.agreement import Agreement, argument_digests, check_arguments
+from dcp_core.recipes.job import Job, attempt, logger
+from dcp_core.recipes.save import is_tensor
+from dcp_core.state_path import StatePath
+from dcp_core.state_tree import OpenedStateful, expand_stateful, set_value
+
+HANDED_OUT_BYTES = 1 << 30
+"""Metadata travels to the ranks as bytes while its size times their number stays below this."""
+
+OBJECT_HANDED_OUT_BYTES = 1 << 20
+"""Objects up to this size are read once and handed out; larger ones every rank reads for itself."""
+
+_WHOLE, _BY_RANGES, _FALL_BACK = b"W", b"R", b"F"
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOptions:
+    """How to load.
+
+    Attributes:
+        checkpoint_id: Where from; None: where the reader points.
+        timeout_seconds: How long to wait for the slowest rank in each exchange.
+        verify: True: blocks read whole are checked; "full": every block touched; False: none.
+        broadcast_replicated_tensors: Whether shards that several ranks want are read once.
+        broadcast_groups: Groups to do that in, by their ranks.
+        broadcast_batch_bytes: Buffers below this are sent together.
+    """
+
+    checkpoint_id: CheckpointId | None = None
+    timeout_seconds: float = 1800.0
+    verify: Verify = True
+    broadcast_replicated_tensors: bool | str = True
+    broadcast_groups: Mapping[tuple[int, ...], Any] | None = None
+    broadcast_batch_bytes: int = 6 * 1024 * 1024
+
+
+class LoadRecipe:
+    """One load, on one rank.
+
+    Args:
+        job: Who loads.
+        reader: Where from.
+        planner: How.
+        options: The rest.
+    """
+
+    def __init__(self, job: Job, reader: StorageReader, planner: LoadPlanner, options: LoadOptions) -> None:
+        self.job = job
+        self.reader = reader
+        self.planner = planner
+        self.options = options
+        self.exchange = job.exchange(options.timeout_seconds)
+        self._arguments: dict[str, object] = {
+            "checkpoint_id": None if options.checkpoint_id is None else str(options.checkpoint_id),
+            "planner": (type(planner).__qualname__, planner.options()),
+            "storage_reader": type(reader).__qualname__,
+            "timeout_seconds": options.timeout_seconds,
+            "verify": options.verify,
+            "broadcast_replicated_tensors": options.broadcast_replicated_tensors,
+            "broadcast_batch_bytes": options.broadcast_batch_bytes,
+        }
+        self._state: Any = None
+        self._opened: Any = None
+        self._stateful: Sequence[OpenedStateful] = ()
+        self._any_stateful = False
+        self._metadata: Metadata
+        self._plan: LoadPlan
+        self._objects: dict[str, bytes] = {}
+
+    def run(self, state: Mapping[Any, Any], *, failed: BaseException | None = None) -> None:
+        """Load into the state, in place.
+
+        Args:
+            state: The target.
+            failed: What went wrong on this rank before; handed to the other ranks.
+
+        Raises:
+            DcpError: The same on all ranks.
+        """
+        self._state = state
+        metadata_answer = self._find_metadata(failed)
+        self._plan_reads(metadata_answer)
+        self._read_all()
+        self._hand_to_stateful()
+
+    def _find_metadata(self, failed: BaseException | None) -> bytes:
+        """Exchange 1: the arguments; the description, or which one."""
+        payload, error = (None, failed) if failed is not None else attempt(self._prepare)
+        return self.exchange.run("load/metadata", payload or b"", error=error, compute=self._describe_checkpoint)
+
+    def _prepare(self) -> bytes:
+        """Open the target up: Stateful objects by their state."""
+        if not isinstance(self._state, Mapping):
+            raise ArgumentError(f"state_dict must be a mapping, found {type(self._state).__name__}")
+        self.reader.initialize_reader(self.options.checkpoint_id)
+        describe = self.job.adapters.describe
+        self._opened, self._stateful = expand_stateful(self._state, lambda value: is_tensor(describe, value))
+        return Agreement(argument_digests(self._arguments), flag=bool(self._stateful)).to_bytes()
+
+    def _describe_checkpoint(self, payloads: Sequence[bytes]) -> bytes:
+        """On the coordinator: open the description and decide how the others get it."""
+        agreements = [Agreement.from_bytes(payload) for payload in payloads]
+        check_arguments(agreements, self._arguments)
+        flag = bytes([any(part.flag for part in agreements)])
+        rank = self.job.group.rank
+        try:
+            self._metadata = self.reader.load_metadata()
+        except NotFoundError as missing:
+            try:
+                self.reader.load_metadata(rank)
+            except NotFoundError:
+                raise missing from None
+            return flag + _FALL_BACK
+        blob = _metadata_bytes(self._metadata, HANDED_OUT_BYTES // len(payloads))
+        if isinstance(blob, int):
+            source = self._metadata.source
+            assert isinstance(source, MetadataFile)
+            return flag + _BY_RANGES + source.header_digest
+        return flag + _WHOLE + (b"" if len(payloads) == 1 else zlib.compress(blob, 1))
+
+    def _receive_metadata(self, answer: bytes) -> None:
+        """Take the description that the coordinator found."""
+        self._any_stateful, kind, body = bool(answer[0]), answer[1:2], answer[2:]
+        if kind == _FALL_BACK:
+            self._fall_back()
+        elif not self.job.is_coordinator:
+            if kind == _BY_RANGES:
+                self._metadata = self.reader.load_metadata(header_digest=body)
+            else:
+                self._metadata = Metadata(open_bytes(zlib.decompress(body)))
+
+    def _fall_back(self) -> None:
+        """Read what this rank saved alone."""
+        rank = self.job.group.rank
+        logger.info("there is no .metadata: every rank reads its own {rank}.metadata")
+        metadata = self.reader.load_metadata(rank)
+        written_by = metadata.source.save.rank
+        if written_by != rank:
+            raise CorruptError(f"{rank}.metadata was written by rank {written_by}; restore the files of rank {rank}")
+        self._metadata = metadata
+
+    def _plan_reads(self, metadata_answer: bytes) -> None:
+        """Exchange 2: all plans are sound; shared objects, read once."""
+        payload, error = attempt(lambda: self._plan_locally(metadata_answer))
+        with stage("all_gather_object"):
+            answer = self.exchange.run("load/plan", payload or b"", error=error, compute=self._plan_globally)
+        shared, own = unpack(answer)
+        self._objects.update(_decode_objects(shared))
+        if own:
+            self._plan = self._plan.with_items(_decode_items(own))
+
+    def _plan_locally(self, metadata_answer: bytes) -> bytes:
+        self._receive_metadata(metadata_answer)
+        context = dataclasses.replace(self.job.planner_context(), metadata=self._metadata)
+        self.planner.configure_planner(self._opened, context)
+        self.reader.configure_reader(
+            self._metadata, ReadContext(self.job.group.rank, self.job.world_size, self.options.verify)
+        )
+        with stage("build_local_plan"):
+            self._plan = self.reader.optimize_local_plan(self.planner.build_local_plan())
+        self.reader.check_files(self._plan)
+        objects, alone = self._plan.objects, self._is_alone()
+        shared = [want for want in objects if want.stored.rank == EVERY_RANK and not alone]
+        self._read_objects([want for want in objects if want.stored.rank != EVERY_RANK or alone])
+        items = encode_value(_flatten_items(self._plan.items)) if self._plans_globally() else b""
+        return pack(zlib.compress(encode_value([want.stored.name for want in shared]), 1), items)
+
+    def _is_alone(self) -> bool:
+        return self.job.world_size == 1 or self._metadata.source.save.rank is not None
+
+    def _plans_globally(self) -> bool:
+        """Whether somebody wants to see all ranks' plans."""
+        planner, reader = type(self.planner), type(self.reader)
+        return (
+            planner.build_global_plan is not StandardLoadPlanner.build_global_plan
+            or reader.optimize_global_plan is not StorageReader.optimize_global_plan
+        )
+
+    def _read_objects(self, wanted: Sequence[WantedObject]) -> None:
+        """Read objects and see that they can be decoded, before any target is touched."""
+        codec = self.job.planner_context().codec
+        for want in wanted:
+            blob = self.reader.read_object(want.stored)
+            codec.decode(blob, want.name)
+            self._objects[want.stored.name] = blob
+
+    def _plan_globally(self, payloads: Sequence[bytes]) -> Sequence[bytes] | bytes:
+        """On the coordinator: read the shared objects once, look at all plans if somebody wants to."""
+        parts = [unpack(payload) for payload in payloads]
+        shared = self._read_shared({names for names, _ in parts})
+        if not self._plans_globally():
+            return pack(shared, b"")
+        plans: list[LoadPlan] = [PeerPlan(_decode_items(items)) for _, items in parts]
+        with stage("build_global_plan"):
+            final = self.reader.optimize_global_plan(self.planner.build_global_plan(plans))
+        if len(final) != len(parts):
+            raise PlanningError(f"build_global_plan returned {len(final)} plans for {len(parts)} ranks")
+        return [pack(shared, encode_value(_flatten_items(plan.items))) for plan in final]
+
+    def _read_shared(self, wanted: set[bytes]) -> bytes:
+        """Read the objects that any rank wants and that are the same for all."""
+        names: set[str] = set()
+        for blob in wanted:
+            found = decode_value(zlib.decompress(blob), name="wanted objects")
+            assert isinstance(found, list)
+            names.update(found)
+        codec = self.job.planner_context().codec
+        read: dict[str, bytes] = {}
+        for name in sorted(names):
+            stored = next(entry for entry in self._metadata.source.objects(name) if entry.rank == EVERY_RANK)
+            value = self.reader.read_object(stored)
+            codec.decode(value, name)
+            if len(value) <= OBJECT_HANDED_OUT_BYTES:
+                read[name] = value
+        return zlib.compress(encode_value(read), 1)
+
+    def _read_all(self) -> None:
+        """Read regions and place objects; exchange 3: errors."""
+        _, error = attempt(self._fill_targets)
+        self.exchange.run("load/done", error=error)
+
+    def _fill_targets(self) -> None:
+        self._read_objects([want for want in self._plan.objects if want.stored.name not in self._objects])
+        plan = self.planner.finalize_plan(self._plan)
+        with stage("execute_read"):
+            self.reader.execute_read(
+                plan, self.planner, self.options.broadcast_groups, self.options.broadcast_batch_bytes
+            )
+        for position, want in enumerate(plan.objects):
+            self.planner.apply_bytes(plan.object_item(position), self._objects[want.stored.name])
+
+    def _hand_to_stateful(self) -> None:
+        """Put objects into the caller's containers; exchange 4, if any rank has Stateful objects: their errors."""
+        _, error = attempt(self._apply_state)
+        if self._any_stateful:
+            self.exchange.run("load/stateful", error=error)
+        elif error is not None:
+            raise error
+
+    def _apply_state(self) -> None:
+        inside = [opened.path for opened in self._stateful]
+        leaves = getattr(self.planner, "state", None)
+        for want in self._plan.objects:
+            if leaves is not None:
+                path = leaves.leaves[want.leaf].path
+                if not any(path[: len(prefix)] == prefix for prefix in inside):
+                    set_value(self._state, path, _value_at(self._opened, path))
+        for opened in self._stateful:
+            if not any(_is_inside(opened.path, prefix) for prefix in inside):
+                opened.value.load_state_dict(opened.state_dict)
+
+
+def _is_inside(path: StatePath, prefix: StatePath) -> bool:
+    return len(path) > len(prefix) and path[: len(prefix)] == prefix
+
+
+def _value_at(state: Any, path: StatePath) -> Any:
+    for key in path:
+        state = state[key.value]
+    return state
+
+
+def _metadata_bytes(metadata: Metadata, limit: int) -> bytes | int:
+    """The description as bytes, or its size where that is above the limit."""
+    source = metadata.source
+    if isinstance(source, MetadataFile):
+        return source.nbytes if source.nbytes > limit else source.raw()
+    columns: MetadataColumns = source.columns()  # type: ignore[attr-defined]  # ColumnsSource and the like
+    return assemble(encode_body(columns), source.files, source.save, source.writer)
+
+
+def _flatten_items(items: Sequence[ReadItem]) -> tuple[tuple[Any, ...], ...]:
+    return tuple(
+        (
+            item.type.value, item.dest_index.fqn, item.dest_index.offset, item.dest_index.index, item.dest_offsets,
+            item.storage_index.fqn, item.storage_index.offset, item.storage_index.index, item.storage_offsets,
+            item.lengths, item.source,
+        )
+        for item in items
+    )  # fmt: skip
+
+
+def _decode_items(blob: bytes) -> list[ReadItem]:
+    found = decode_value(blob, name="a load plan")
+    assert isinstance(found, tuple)
+    return [
+        ReadItem(
+            ItemType(kind), MetadataIndex(dest, dest_offset, dest_index), dest_offsets,
+            MetadataIndex(storage, storage_offset, storage_index), storage_offsets, lengths, source,
+        )
+        for (kind, dest, dest_offset, dest_index, dest_offsets, storage, storage_offset, storage_index, storage_offsets,
+             lengths, source) in found
+    ]  # fmt: skip
+
+
+def _decode_objects(blob: bytes) -> dict[str, bytes]:
+    found = decode_value(zlib.decompress(blob), name="objects from the coordinator")
+    assert isinstance(found, dict)
+    return found

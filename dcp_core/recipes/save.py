@@ -1,0 +1,341 @@
+"""Save, stage by stage.
+
+state -> leaves -> boxes and buffers -> agree (1) -> [miss: plan tables in, write lists out (2)] -> write -> results
+in, commit (3). A stage that fails on one rank hands its error into the next exchange, so that all ranks raise it.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from dcp_core.coordination.frames import pack, unpack
+from dcp_core.errors import ArgumentError, InDoubtError, PlanningError
+from dcp_core.execution.interfaces import CheckpointId, MetadataDraft, StorageWriter, WriteContext, WriteResult
+from dcp_core.formats.metadata_file import EncodedBody, MetadataColumns, encode_body
+from dcp_core.formats.objects import decode_value, encode_value
+from dcp_core.log import stage
+from dcp_core.metadata import Metadata, Nesting, SaveRecord, WriterRecord
+from dcp_core.planning.cache import CachedPlan, PlanCache
+from dcp_core.planning.divergence import agreement_number, coefficients, path_keys
+from dcp_core.planning.global_plan import GlobalPlan, describe_objects, describe_tensors, number_files
+from dcp_core.planning.local_plan import compared_values
+from dcp_core.planning.local_table import RAGGED, EncodedTable, LocalTable, encode_table
+from dcp_core.planning.planners import SavePlanner
+from dcp_core.planning.plans import Narrowing, SavePlan
+from dcp_core.planning.standard_save import ReceivedPlans, StandardSavePlanner, settle_plans
+from dcp_core.planning.write_list import WriteList, decode_answer
+from dcp_core.recipes.agreement import Agreement, Offer, argument_digests, check_arguments, common_plan
+from dcp_core.recipes.job import Job, attempt, logger
+from dcp_core.state_path import StatePath, encode_path
+from dcp_core.state_tree import expand_stateful, flatten
+
+PLAN_CACHE: PlanCache[EncodedBody] = PlanCache()
+"""The plans of this process."""
+
+_DERIVED_KINDS = ("dict", "list", "tuple")
+_SLOWEST_NAMED = 3
+_warned_keys: set[str] = set()
+
+
+@dataclass(frozen=True, slots=True)
+class SaveOptions:
+    """How to save.
+
+    Attributes:
+        checkpoint_id: Where to; None: where the writer points.
+        timeout_seconds: How long to wait for the slowest rank in each exchange.
+        durable: Whether data reaches the disk before the save is complete.
+        library: Name and version of this library, for the record.
+    """
+
+    checkpoint_id: CheckpointId | None = None
+    timeout_seconds: float = 1800.0
+    durable: bool = True
+    library: str = "hyper-dcp"
+
+
+@dataclass(frozen=True, slots=True)
+class _Ticket:
+    """What the coordinator decided in the first exchange."""
+
+    save_id: str
+    suffix: str
+    plan_digest: bytes
+
+    def to_bytes(self) -> bytes:
+        return pack(self.save_id.encode(), self.suffix.encode(), self.plan_digest)
+
+    @classmethod
+    def from_bytes(cls, raw: bytes) -> _Ticket:
+        save_id, suffix, plan_digest = unpack(raw)
+        return cls(save_id.decode(), suffix.decode(), plan_digest)
+
+
+class SaveRecipe:
+    """One save, on one rank.
+
+    Args:
+        job: Who saves.
+        writer: Where to.
+        planner: How.
+        options: The rest.
+    """
+
+    def __init__(self, job: Job, writer: StorageWriter, planner: SavePlanner, options: SaveOptions) -> None:
+        self.job = job
+        self.writer = writer
+        self.planner = planner
+        self.options = options
+        self.exchange = job.exchange(options.timeout_seconds)
+        self._arguments: dict[str, object] = {
+            "checkpoint_id": None if options.checkpoint_id is None else str(options.checkpoint_id),
+            "planner": (type(planner).__qualname__, planner.options()),
+            "storage_writer": type(writer).__qualname__,
+            "timeout_seconds": options.timeout_seconds,
+            "durable": options.durable,
+        }
+        self._plan: SavePlan
+        self._table: LocalTable
+        self._narrowing: Narrowing | None = None
+        self._encoded: EncodedTable
+        self._nesting = b""
+        self._structure = b""
+        self._offered: tuple[CachedPlan[EncodedBody], ...] = ()
+        self._ticket: _Ticket
+        self._global: tuple[GlobalPlan, Nesting] | None = None
+        self._current: CachedPlan[EncodedBody]
+        self._committed: Metadata | None = None
+
+    @property
+    def save_id(self) -> str:
+        """The id of the save, once it is agreed."""
+        return self._ticket.save_id
+
+    def run(self, state: Mapping[Any, Any], *, failed: BaseException | None = None) -> Metadata | None:
+        """Save.
+
+        Args:
+            state: The state to save.
+            failed: What went wrong on this rank before; handed to the other ranks.
+
+        Returns:
+            The metadata on the coordinator; None elsewhere.
+
+        Raises:
+            DcpError: The same on all ranks; what was written for this save is gone.
+        """
+        try:
+            self._agree(state, failed)
+            final = self._plan_writes()
+            self._write_and_commit(final)
+        except InDoubtError:
+            raise
+        except BaseException:
+            self.writer.abort_checkpoint()
+            raise
+        if self._may_cache():
+            PLAN_CACHE.keep(self._structure, self._current)
+        return self._committed
+
+    def _agree(self, state: Mapping[Any, Any], failed: BaseException | None) -> None:
+        """Exchange 1: the arguments, the save's id, and whether a known plan serves."""
+        payload, error = (None, failed) if failed is not None else attempt(lambda: self._prepare(state))
+        answer = self.exchange.run("save/agree", payload or b"", error=error, compute=self._decide)
+        self._ticket = _Ticket.from_bytes(answer)
+
+    def _prepare(self, state: Mapping[Any, Any]) -> bytes:
+        """Read the state and make this rank's local plan."""
+        if not isinstance(state, Mapping):
+            raise ArgumentError(f"state_dict must be a mapping, found {type(state).__name__}")
+        self.writer.initialize_writer(self.options.checkpoint_id)
+        describe = self.job.adapters.describe
+        opened, _ = expand_stateful(state, lambda value: is_tensor(describe, value))
+        self.planner.configure_planner(opened, self.job.planner_context())
+        with stage("build_local_plan"):
+            plan = self.writer.optimize_local_plan(self.planner.build_local_plan())
+        self._plan = plan
+        self._table, self._narrowing = plan.held()
+        self._encoded = encode_table(self._table)
+        self._nesting = encode_value(_containers(opened, describe))
+        self._structure = self._structure_digest()
+        self._offered = PLAN_CACHE.offers(self._structure) if self._may_cache() else ()
+        offers = tuple(Offer(cached.plan_digest, self._number(cached.writes)) for cached in self._offered)
+        return Agreement(argument_digests(self._arguments), offers).to_bytes()
+
+    def _structure_digest(self) -> bytes:
+        text = f"{self._arguments['planner']} {self.job.group.rank} of {self.job.world_size} in {self.job.group.key}"
+        return xxhash.xxh3_128_digest(self._encoded.structure + self._nesting + text.encode())
+
+    def _may_cache(self) -> bool:
+        standard = type(self.planner).build_global_plan is StandardSavePlanner.build_global_plan
+        return (
+            self.planner.enable_plan_caching
+            and standard
+            and self.job.use_collectives
+            and type(self.writer).optimize_global_plan is StorageWriter.optimize_global_plan
+            and not bool((self._table.flags & RAGGED).any())
+        )
+
+    def _number(self, writes: WriteList) -> int:
+        """This rank's share in the check that replicated values agree."""
+        leaves, values = compared_values(self._table, writes.divergent.tolist())
+        keys = path_keys(tuple(self._table.paths[leaf] for leaf in leaves))
+        factors = coefficients(keys, self.job.group.rank)
+        factors[np.searchsorted(leaves, writes.lowest)] = writes.lowest_factor
+        return agreement_number(values, factors)
+
+    def _decide(self, payloads: Sequence[bytes]) -> bytes:
+        """On the coordinator: compare arguments, look for a common plan, open the save."""
+        agreements = [Agreement.from_bytes(payload) for payload in payloads]
+        check_arguments(agreements, self._arguments)
+        plan_digest = common_plan(agreements)
+        save_id = secrets.token_hex(16)
+        rank = None if self.job.use_collectives else self.job.group.rank
+        suffix = self.writer.begin_checkpoint(save_id, rank)
+        return _Ticket(save_id, suffix, plan_digest).to_bytes()
+
+    def _plan_writes(self) -> SavePlan:
+        """Exchange 2, on a miss: plan tables in, write lists out."""
+        if self._ticket.plan_digest:
+            logger.info("Hit final plan and metadata cache.")
+            digest = self._ticket.plan_digest
+            self._current = next(cached for cached in self._offered if cached.plan_digest == digest)
+            return self._final_plan(self._current.writes)
+        payload = pack(self._encoded.payload, self._nesting)
+        with stage("all_gather_object"):
+            answer = self.exchange.run("save/plan", payload, compute=self._plan_globally)
+        writes = decode_answer(answer, self._table)
+        self._current = CachedPlan(writes.plan_digest, writes)
+        return self._final_plan(writes)
+
+    def _final_plan(self, writes: WriteList) -> SavePlan:
+        own = self._narrowing.translate(writes) if self._narrowing is not None else writes
+        return SavePlan(self._plan.table, own)
+
+    def _plan_globally(self, payloads: Sequence[bytes]) -> Sequence[bytes]:
+        """On the coordinator: decide who writes what."""
+        parts = [unpack(payload) for payload in payloads]
+        ranks = range(len(parts)) if self.job.use_collectives else [self.job.group.rank]
+        received = ReceivedPlans([table for table, _ in parts], list(ranks))
+        with stage("build_global_plan"):
+            plans = self.writer.optimize_global_plan(self.planner.build_global_plan(received))
+            plan, answers = settle_plans(plans, received, check_coverage=self.job.use_collectives)
+        self._global = plan, _join_nesting({nesting for _, nesting in parts})
+        _warn_of_divergence(plan)
+        return answers
+
+    def _write_and_commit(self, final: SavePlan) -> None:
+        """Write this rank's files; exchange 3: results in, commit."""
+        result, error = attempt(lambda: self._write(final))
+        payload = result.to_bytes() if result is not None else b""
+        with stage("finalize_checkpoint"):
+            self.exchange.run(
+                "save/commit", payload, error=error, compute=self._commit, commit=True,
+                in_doubt=f"the checkpoint may be committed, id {self._ticket.save_id}",
+            )  # fmt: skip
+
+    def _write(self, final: SavePlan) -> WriteResult:
+        group, ticket = self.job.group, self._ticket
+        if self._global is not None:
+            self._current = self._with_body(*self._global)
+        context = WriteContext(
+            group.rank, self.job.world_size, self.job.is_coordinator, ticket.save_id, ticket.suffix,
+            self.job.use_collectives, self.options.durable,
+        )  # fmt: skip
+        self.writer.configure_writer(context)
+        plan = self.planner.finalize_plan(final)
+        with stage("execute_write"):
+            return self.writer.execute_write(plan, self.planner)
+
+    def _with_body(self, plan: GlobalPlan, nesting: Nesting) -> CachedPlan[EncodedBody]:
+        """On the coordinator: the metadata columns, while the others write."""
+        files = number_files(plan)
+        tensors, chunks = describe_tensors(plan, files)
+        body = encode_body(MetadataColumns(tensors, chunks, describe_objects(plan, files), nesting))
+        sums = np.bincount(plan.position, weights=plan.nbytes, minlength=len(plan.table.ranks))
+        return CachedPlan(plan.digest, self._current.writes, body, tuple(int(n) for n in sums.tolist()))
+
+    def _commit(self, payloads: Sequence[bytes]) -> bytes:
+        """On the coordinator: check the results and make the checkpoint complete."""
+        results = [WriteResult.from_bytes(payload) for payload in payloads]
+        body = self._current.body
+        assert body is not None, "the coordinator keeps the metadata of its plans"
+        _check_results(results, self._current.data_nbytes)
+        _log_slowest(results)
+        rank = None if self.job.use_collectives else self.job.group.rank
+        draft = MetadataDraft(
+            body,
+            WriterRecord(self.options.library, *self.job.framework, self.job.group.world_size),
+            SaveRecord(self._ticket.save_id, self._ticket.suffix, rank),
+        )
+        self._committed = self.writer.finalize_checkpoint(draft, results)
+        return b""
+
+
+def is_tensor(describe: Any, value: Any) -> bool:
+    """Whether a value is a tensor leaf; one that cannot be described is, and planning says why with its key."""
+    try:
+        return describe(value) is not None
+    except Exception:
+        return True
+
+
+def _containers(state: Mapping[Any, Any], describe: Any) -> tuple[tuple[bytes, str], ...]:
+    """The containers that the paths of the leaves do not determine."""
+    flat = flatten(state, lambda value: is_tensor(describe, value))
+    kept: list[tuple[StatePath, str]] = [
+        (path, kind) for path, kind in flat.containers.items() if kind not in _DERIVED_KINDS or path in flat.empty
+    ]
+    return tuple(sorted((encode_path(path), kind) for path, kind in kept))
+
+
+def _join_nesting(blobs: set[bytes]) -> Nesting:
+    """The containers of all ranks; where kinds differ, the first by name."""
+    kinds: dict[bytes, str] = {}
+    for blob in sorted(blobs):
+        found = decode_value(blob, name="nesting")
+        assert isinstance(found, tuple)
+        for path, kind in found:
+            kinds[path] = min(kind, kinds.get(path, kind))
+    return Nesting(tuple(sorted(kinds.items())))
+
+
+def _warn_of_divergence(plan: GlobalPlan) -> None:
+    """Name the keys whose values differ between ranks, each key once in a process."""
+    entries = np.flatnonzero(plan.divergence.entry)
+    held = plan.table.holdings
+    for entry in entries.tolist():
+        name = plan.table.names[entry]
+        if name in _warned_keys:
+            continue
+        _warned_keys.add(name)
+        ranks = held.rank[held.entry == entry].tolist()
+        shown = ", ".join(map(str, ranks[:8])) + (" and more" if len(ranks) > 8 else "")
+        logger.warning(
+            "the values of %r differ between ranks %s: each rank's own is kept, as with PerRank; synchronise them or "
+            "wrap them in PerRank", name, shown,
+        )  # fmt: skip
+
+
+def _check_results(results: Sequence[WriteResult], expected: Sequence[int]) -> None:
+    """A rank that wrote other regions than it was told would make a checkpoint that lies."""
+    for result, nbytes in zip(results, expected, strict=True):
+        written = sum(file.nbytes - file.data_start for file in result.files if file.kind == 0)
+        if written != nbytes:
+            raise PlanningError(
+                f"rank {result.rank} wrote {written} bytes of tensors, the plan has {nbytes}: finalize_plan and "
+                "execute_write must keep the items of the global plan"
+            )
+
+
+def _log_slowest(results: Sequence[WriteResult]) -> None:
+    slowest = sorted(results, key=lambda result: -result.seconds)[:_SLOWEST_NAMED]
+    if len(results) > 1:
+        text = ", ".join(f"rank {r.rank}: {r.seconds:.2f} s, {r.data_nbytes / 2**20:.1f} MiB" for r in slowest)
+        logger.info("slowest ranks to write: %s", text)

@@ -1,0 +1,288 @@
+"""What a storage is: a flat directory of named files, few primitives, defaults over them.
+
+In: names and bytes. Out: bytes, or a `StorageError` that names operation, file and remedy. No tensor, no plan.
+`storage.local` implements it over files; another backend implements the same primitives.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from contextlib import suppress
+from types import TracebackType
+
+from dcp_core.errors import ArgumentError, DcpError, IncompleteError, StorageError
+from dcp_core.storage.operations import BytesLike
+
+Names = list[str]  # `Storage.list` hides the built-in inside the class
+
+_REMEDIES = {
+    errno.ENOSPC: "free some space, or save elsewhere",
+    errno.EDQUOT: "the quota is used up: free some space, or save elsewhere",
+    errno.EACCES: "check the permissions of the directory on this machine",
+    errno.EPERM: "check the permissions of the directory on this machine",
+    errno.EROFS: "the file system is mounted read-only",
+    errno.EEXIST: "another save is writing here, or a file of this name was put here; save again",
+    errno.ENOENT: "the directory or the file was removed in the meantime",
+    errno.ENOTDIR: "a part of the path is a file; choose another path",
+    errno.ESTALE: "the directory was removed on the file server in the meantime",
+    errno.EMFILE: "raise the limit of open files (ulimit -n)",
+    errno.EFBIG: "the file system or a limit (ulimit -f) does not allow files of this size",
+}
+
+
+def storage_error(operation: str, name: str, where: str, error: OSError) -> StorageError:
+    """Turn what the operating system said into our error.
+
+    Args:
+        operation: What was tried, in words ("create").
+        name: The file, "" for the directory itself.
+        where: The storage, from `Storage.describe`.
+        error: What was raised.
+
+    Returns:
+        A `StorageError` with the same `errno`.
+    """
+    target = f"{name!r} in {where}" if name else where
+    reason = error.strerror or str(error)
+    code = errno.errorcode.get(error.errno or 0, "no errno")
+    remedy = _REMEDIES.get(error.errno or 0)
+    made = StorageError(f"could not {operation} {target}: {reason} [{code}]" + (f"; {remedy}" if remedy else ""))
+    made.errno = error.errno
+    return made
+
+
+def check_name(name: str, error_type: type[DcpError] = ArgumentError) -> str:
+    """Check that a name stays inside the directory.
+
+    Args:
+        name: Name of a file.
+        error_type: Raised for a bad one: `CorruptError` for names that came out of a file.
+
+    >>> check_name("_rank0_.safetensors")
+    '_rank0_.safetensors'
+    """
+    if name in ("", ".", "..") or any(character in name for character in "/\\\0"):
+        raise error_type(f"{name!r} is no name of a file in the checkpoint's directory: expected one plain component")
+    try:
+        os.fsencode(name)
+    except UnicodeEncodeError as error:
+        raise error_type(f"{name!r} is no name of a file: it cannot be encoded") from error
+    return name
+
+
+class ReadHandle(ABC):
+    """An open file to read. Several threads may read from one at a time.
+
+    Attributes:
+        name: Name of the file.
+        nbytes: Its size when it was opened.
+    """
+
+    name: str
+    nbytes: int
+
+    @abstractmethod
+    def read_into(self, offset: int, target: memoryview) -> None:
+        """Fill `target` from the byte at `offset`.
+
+        Args:
+            offset: Byte position in the file.
+            target: Contiguous, writable memory of any size.
+
+        Raises:
+            IncompleteError: If the file ends before.
+            StorageError: If the storage refuses.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close the file; twice is fine."""
+
+    def __enter__(self) -> ReadHandle:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class WriteHandle(ABC):
+    """A new file to write. Several threads may write to one at a time, at different places.
+
+    Attributes:
+        name: Name of the file.
+        nbytes: Its full size, given when it was created.
+    """
+
+    name: str
+    nbytes: int
+
+    @abstractmethod
+    def write(self, offset: int, buffers: Sequence[BytesLike]) -> None:
+        """Write buffers one after another from the byte at `offset`.
+
+        Args:
+            offset: Byte position in the file.
+            buffers: Contiguous memory, any number and any sizes; must end inside `nbytes`.
+
+        Raises:
+            StorageError: If the storage refuses.
+        """
+
+    @abstractmethod
+    def sync(self) -> None:
+        """Wait until the content survives a power failure."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close the file; twice is fine.
+
+        Raises:
+            StorageError: If the storage reports a late error.
+        """
+
+    def __enter__(self) -> WriteHandle:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+            return
+        with suppress(StorageError):  # the first error says more than a late one
+            self.close()
+
+
+class Storage(ABC):
+    """A flat directory of named files.
+
+    Names are plain components (`check_name`). What another process wrote and synced is seen by all.
+    """
+
+    @abstractmethod
+    def describe(self) -> str:
+        """Return where this is, for messages."""
+
+    @abstractmethod
+    def prepare(self) -> None:
+        """Create the directory; it may exist."""
+
+    @abstractmethod
+    def list(self) -> Names:
+        """List all names, sorted.
+
+        Raises:
+            NotFoundError: If the directory does not exist.
+        """
+
+    @abstractmethod
+    def size(self, name: str) -> int | None:
+        """Return the size of a file in bytes, None when there is none.
+
+        Raises:
+            CorruptError: If the name belongs to something that is no file.
+        """
+
+    @abstractmethod
+    def modified_seconds(self, name: str) -> float | None:
+        """Return when a name was last written or touched, by the storage's clock; None when there is none."""
+
+    @abstractmethod
+    def open_read(self, name: str) -> ReadHandle:
+        """Open a file to read. Links are followed.
+
+        Raises:
+            NotFoundError: If there is none.
+            CorruptError: If the name belongs to something that is no file.
+        """
+
+    @abstractmethod
+    def create(self, name: str, nbytes: int) -> WriteHandle:
+        """Create a file of known size, exclusively and without following links.
+
+        Args:
+            name: A name that must not exist.
+            nbytes: Its full size; the space is reserved where that is possible.
+
+        Raises:
+            StorageError: With `errno` EEXIST when the name exists, ENOSPC when the file cannot fit; nothing stays.
+        """
+
+    @abstractmethod
+    def publish(self, temporary: str, name: str) -> None:
+        """Give a finished file its final name in one step, replacing what has it."""
+
+    @abstractmethod
+    def remove(self, name: str) -> None:
+        """Remove a file; a missing one is fine."""
+
+    @abstractmethod
+    def touch(self, name: str) -> None:
+        """Set a file's time to now.
+
+        Raises:
+            NotFoundError: If there is none.
+        """
+
+    @abstractmethod
+    def sync(self) -> None:
+        """Wait until all names survive a power failure."""
+
+    # --- defaults ------------------------------------------------------------------------------------
+
+    def remove_directory(self, name: str) -> None:
+        """Remove a directory and what it holds; a missing one is fine. Storages without directories do nothing."""
+        check_name(name)
+
+    def exists(self, name: str) -> bool:
+        """Return whether there is a file of this name."""
+        return self.size(name) is not None
+
+    def read(self, name: str, offset: int = 0, nbytes: int | None = None) -> bytes:
+        """Read a file or a part of it.
+
+        Args:
+            name: Name of the file.
+            offset: First byte.
+            nbytes: How many; None: up to the end.
+
+        Raises:
+            IncompleteError: If the file ends before; nothing is allocated then.
+        """
+        with self.open_read(name) as handle:
+            wanted = handle.nbytes - offset if nbytes is None else nbytes
+            if offset < 0 or wanted < 0 or offset + wanted > handle.nbytes:
+                raise IncompleteError(
+                    f"{name!r} in {self.describe()} holds {handle.nbytes} bytes: bytes {offset} to {offset + wanted} "
+                    "are not all there"
+                )
+            content = bytearray(wanted)
+            handle.read_into(offset, memoryview(content))
+        return bytes(content)
+
+    def write_file(self, name: str, content: BytesLike, *, durable: bool = True) -> None:
+        """Create a file with this content.
+
+        Args:
+            name: A name that must not exist.
+            content: What goes in.
+            durable: Whether to wait until the content is on the disk (the name needs `sync`).
+
+        Raises:
+            StorageError: If it cannot; the file is removed again then.
+        """
+        handle = self.create(name, len(memoryview(content).cast("B")))
+        try:
+            with handle:
+                handle.write(0, [content])
+                if durable:
+                    handle.sync()
+        except BaseException:
+            with suppress(StorageError):
+                self.remove(name)
+            raise

@@ -1,0 +1,290 @@
+"""A storage over the files of one directory: local disks, memory-backed and network file systems."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+
+from dcp_core.errors import ArgumentError, CorruptError, IncompleteError, NotFoundError, StorageError
+from dcp_core.storage.base import Names, ReadHandle, Storage, WriteHandle, check_name, storage_error
+from dcp_core.storage.operations import BytesLike, FileOperations
+
+# Linux moves at most 2 GiB less a page per call, and 1024 buffers.
+_MAX_CALL_BYTES = 0x7FFFF000
+_MAX_CALL_BUFFERS = 1024
+_ABSENT = (errno.ENOENT, errno.ENOTDIR)
+
+
+class LocalStorage(Storage):
+    """A directory of files.
+
+    The path is made absolute and its links are resolved once, here: `latest -> step_1` is step_1 for as long as
+    this object lives, even when somebody turns the link meanwhile.
+
+    Args:
+        path: The directory; it need not exist yet.
+        operations: How the disk is reached.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], operations: FileOperations | None = None) -> None:
+        shown = os.fspath(path)
+        if not shown or "\0" in shown:
+            raise ArgumentError(f"{shown!r} is no path of a directory")
+        self.path = os.path.realpath(shown)
+        self._shown = os.path.abspath(shown)
+        self._operations = operations or FileOperations()
+        self._changed_parents: list[str] = []
+
+    def describe(self) -> str:
+        """Return the path, as it was given and made absolute."""
+        return repr(self._shown)
+
+    def prepare(self) -> None:
+        """Create the directory and those above it; `sync` later makes them durable too."""
+        missing = []
+        path = self.path
+        while not os.path.isdir(path) and os.path.dirname(path) != path:
+            missing.append(path)
+            path = os.path.dirname(path)
+        for directory in reversed(missing):
+            with self._translated("make the directory", ""):
+                self._make(directory)
+
+    def list(self) -> Names:
+        """List all names, sorted."""
+        with self._translated("list", ""):
+            return sorted(self._operations.listdir(self.path))
+
+    def size(self, name: str) -> int | None:
+        """Return the size of a file in bytes, None when there is none."""
+        found = self._stat("look up", name, follow_symlinks=True)
+        if found is None:
+            return None
+        self._check_regular(name, found)
+        return found.st_size
+
+    def modified_seconds(self, name: str) -> float | None:
+        """Return when a name was last written or touched; None when there is none."""
+        found = self._stat("look up", name, follow_symlinks=False)
+        return None if found is None else found.st_mtime
+
+    def open_read(self, name: str) -> ReadHandle:
+        """Open a file to read; links are followed."""
+        path = self._path_of(name)
+        with self._translated("open", name):
+            descriptor = self._operations.open_read(path)
+        try:
+            with self._translated("look up", name):
+                found = self._operations.fstat(descriptor)
+            self._check_regular(name, found)
+        except BaseException:
+            self._operations.close(descriptor)
+            raise
+        return _LocalReadHandle(self, name, descriptor, found.st_size)
+
+    def create(self, name: str, nbytes: int) -> WriteHandle:
+        """Create a file of known size, exclusively and without following links."""
+        path = self._path_of(name)
+        if nbytes < 0:
+            raise ArgumentError(f"a file of {nbytes} bytes cannot be created: {name!r}")
+        with self._translated("create", name):
+            descriptor = self._operations.create(path)
+        try:
+            with self._translated(f"reserve {nbytes} bytes for", name):
+                self._operations.preallocate(descriptor, nbytes, path)
+        except BaseException:
+            os.close(descriptor)
+            with suppress(OSError):
+                self._operations.unlink(path)
+            raise
+        return _LocalWriteHandle(self, name, path, descriptor, nbytes)
+
+    def publish(self, temporary: str, name: str) -> None:
+        """Give a finished file its final name in one step, replacing what has it."""
+        source, target = self._path_of(temporary), self._path_of(name)
+        with self._translated(f"rename {temporary!r} to", name):
+            self._operations.rename(source, target)
+
+    def remove(self, name: str) -> None:
+        """Remove a file or a link; a missing one is fine."""
+        with self._translated("remove", name), suppress(FileNotFoundError):
+            self._operations.unlink(self._path_of(name))
+
+    def remove_directory(self, name: str) -> None:
+        """Remove a directory and what it holds; a missing one is fine, links are not followed."""
+        path = self._path_of(name)
+        with self._translated("remove the directory", name), suppress(FileNotFoundError):
+            if os.path.islink(path):
+                self._operations.unlink(path)
+            else:
+                self._remove_tree(path)
+
+    def touch(self, name: str) -> None:
+        """Set a file's time to now."""
+        with self._translated("touch", name):
+            self._operations.touch(self._path_of(name))
+
+    def sync(self) -> None:
+        """Wait until all names survive a power failure, those of directories that `prepare` made too."""
+        with self._translated("sync", ""):
+            self._operations.fsync_directory(self.path)
+            while self._changed_parents:
+                self._operations.fsync_directory(self._changed_parents[-1])
+                self._changed_parents.pop()
+
+    # --- shared with the handles ---------------------------------------------------------------------
+
+    @property
+    def operations(self) -> FileOperations:
+        """How the disk is reached."""
+        return self._operations
+
+    @contextmanager
+    def _translated(self, operation: str, name: str) -> Iterator[None]:
+        """Turn an OSError into one of ours that names operation, file and remedy."""
+        try:
+            yield
+        except (StorageError, NotFoundError):
+            raise
+        except OSError as error:
+            if error.errno == errno.ENOENT and operation in ("open", "touch", "list"):
+                what = f"there is no {name!r} in {self.describe()}" if name else f"there is no directory {self._shown}"
+                raise NotFoundError(what) from error
+            raise storage_error(operation, name, self.describe(), error) from error
+
+    def _path_of(self, name: str) -> str:
+        return os.path.join(self.path, check_name(name))
+
+    def _stat(self, operation: str, name: str, *, follow_symlinks: bool) -> os.stat_result | None:
+        path = self._path_of(name)
+        with self._translated(operation, name):
+            try:
+                return self._operations.stat(path, follow_symlinks=follow_symlinks)
+            except OSError as error:
+                if error.errno in _ABSENT:
+                    return None
+                raise
+
+    def _check_regular(self, name: str, found: os.stat_result) -> None:
+        if not stat.S_ISREG(found.st_mode):
+            raise CorruptError(f"{name!r} in {self.describe()} is no regular file")
+
+    def _make(self, directory: str) -> None:
+        try:
+            self._operations.mkdir(directory)
+        except FileExistsError:
+            if not os.path.isdir(directory):
+                raise OSError(errno.ENOTDIR, f"{directory} is there and is no directory") from None
+        self._changed_parents.append(os.path.dirname(directory))
+
+    def _remove_tree(self, path: str) -> None:
+        with os.scandir(path) as entries:
+            found = [(entry.path, entry.is_dir(follow_symlinks=False)) for entry in entries]
+        for inner, is_directory in found:
+            with suppress(FileNotFoundError):
+                if is_directory:
+                    self._remove_tree(inner)
+                else:
+                    self._operations.unlink(inner)
+        self._operations.rmdir(path)
+
+
+class _LocalReadHandle(ReadHandle):
+    """A file that is open for reading."""
+
+    def __init__(self, storage: LocalStorage, name: str, descriptor: int, nbytes: int) -> None:
+        self.name = name
+        self.nbytes = nbytes
+        self._storage = storage
+        self._descriptor = descriptor
+
+    def read_into(self, offset: int, target: memoryview) -> None:
+        """Fill `target` from the byte at `offset`."""
+        view = target.cast("B") if target.nbytes else memoryview(b"")
+        done = 0
+        while done < len(view):
+            piece = view[done : done + _MAX_CALL_BYTES]
+            with self._storage._translated("read", self.name):
+                count = self._storage.operations.preadv(self._descriptor, [piece], offset + done)
+            if count == 0:
+                raise IncompleteError(
+                    f"{self.name!r} in {self._storage.describe()} ends at byte {offset + done}: expected bytes up to "
+                    f"{offset + len(view)}; the file was cut short"
+                )
+            done += count
+
+    def close(self) -> None:
+        """Close the file; twice is fine."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            self._storage.operations.close(descriptor)
+
+    def __del__(self) -> None:
+        with suppress(OSError, AttributeError):
+            self.close()
+
+
+class _LocalWriteHandle(WriteHandle):
+    """A file that is being written."""
+
+    def __init__(self, storage: LocalStorage, name: str, path: str, descriptor: int, nbytes: int) -> None:
+        self.name = name
+        self.nbytes = nbytes
+        self._storage = storage
+        self._path = path
+        self._descriptor = descriptor
+
+    def write(self, offset: int, buffers: Sequence[BytesLike]) -> None:
+        """Write buffers one after another from the byte at `offset`."""
+        views = [memoryview(buffer).cast("B") for buffer in buffers if memoryview(buffer).nbytes]
+        end = offset + sum(len(view) for view in views)
+        if offset < 0 or end > self.nbytes:
+            raise ArgumentError(f"bytes {offset} to {end} lie outside of {self.name!r}, made for {self.nbytes} bytes")
+        first = 0
+        while first < len(views):
+            batch = _batch(views, first)
+            with self._storage._translated("write", self.name):
+                count = self._storage.operations.pwritev(self._descriptor, batch, offset, self._path)
+                if count == 0:
+                    raise OSError(errno.EIO, "the file system accepted no bytes")
+            offset += count
+            while first < len(views) and count >= len(views[first]):
+                count -= len(views[first])
+                first += 1
+            if count:
+                views[first] = views[first][count:]
+
+    def sync(self) -> None:
+        """Wait until the content survives a power failure."""
+        with self._storage._translated("sync", self.name):
+            self._storage.operations.fsync(self._descriptor, self._path)
+
+    def close(self) -> None:
+        """Close the file; twice is fine."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            with self._storage._translated("close", self.name):
+                self._storage.operations.close_written(descriptor, self._path)
+
+    def __del__(self) -> None:
+        if getattr(self, "_descriptor", -1) >= 0:  # the writer failed: late errors say nothing new
+            with suppress(OSError):
+                os.close(self._descriptor)
+
+
+def _batch(views: Sequence[memoryview], first: int) -> list[memoryview]:
+    """Take as many buffers as one call may move."""
+    batch: list[memoryview] = []
+    room = _MAX_CALL_BYTES
+    for view in views[first : first + _MAX_CALL_BUFFERS]:
+        if len(view) > room:
+            batch.append(view[:room])
+            break
+        batch.append(view)
+        room -= len(view)
+        if room == 0:
+            break
+    return batch

@@ -1,0 +1,71 @@
+"""The torch adapter: what the core asks of a framework, answered for torch.
+
+The answers lie in the modules beside this one: `describers` (which boxes), `elements` (which bytes), `channel` (who
+else). Works with torch_npu as it is: nothing here names a device.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy.typing as npt
+import torch
+
+from dcp_core.adapter import ProcessGroup
+from dcp_core.box import Box
+from dcp_core.dtype import DType
+from dcp_core.planning.leaves import LocalTensor
+from dcp_torch import channel, elements
+from dcp_torch.describers import describe_tensor
+
+
+class TorchAdapter:
+    """`dcp_core.adapter.Adapter` for torch."""
+
+    name = "torch"
+    version = str(torch.__version__)
+
+    def describe(self, value: Any) -> LocalTensor | None:
+        """Describe a torch tensor, DTensor or ShardedTensor; None for a value that is no tensor.
+
+        Raises:
+            UnsupportedValueError: A tensor that cannot be stored as it is: a Partial, an unknown subclass, a sparse,
+                quantized, nested or meta tensor, or a dtype that the file format lacks.
+        """
+        if not isinstance(value, torch.Tensor):
+            return None
+        return describe_tensor(value, self)
+
+    def host_array(self, view: torch.Tensor) -> npt.NDArray[Any] | None:
+        """The view's raw bits, sharing its memory; None off the host, and for lazily conjugated or negated views."""
+        return elements.host_bits(view)
+
+    def read_out(self, view: torch.Tensor) -> npt.NDArray[Any]:
+        """The view's raw bits, copied to the host where needed."""
+        return elements.read_bits(view)
+
+    def copy_into(self, view: torch.Tensor, bits: npt.NDArray[Any], source_dtype: DType) -> None:
+        """Write elements into the view, converting by torch's own rules."""
+        elements.assign_bits(view, bits, source_dtype)
+
+    def narrow(self, view: torch.Tensor, box: Box) -> torch.Tensor:
+        """The part of a view that `box` selects, sharing its memory."""
+        if box.sizes == tuple(view.shape):
+            return view
+        return view.detach()[tuple(slice(start, start + size) for start, size in zip(box.offsets, box.sizes, strict=True))]
+
+    def writable_problem(self, view: torch.Tensor) -> str | None:
+        """Why a view cannot be the target of a load (its elements share memory), or None."""
+        return elements.writable_problem(view)
+
+    def process_group(self, group: Any = None) -> ProcessGroup:
+        """The group of this process: `group`, or the job's default one, or a group of one.
+
+        Args:
+            group: A torch process group, a one-dimensional DeviceMesh, or None.
+
+        Raises:
+            ArgumentError: This process is no member of the group.
+            CoordinationError: The group has no way to exchange messages.
+        """
+        return channel.process_group(group)

@@ -1,0 +1,170 @@
+"""Elements of torch tensors as raw bits, and back.
+
+In: strided torch tensors of any dtype and device. Out: numpy arrays of `DType.bits`. Everything here works on plain
+memory; what a tensor *means* (shard, DTensor) is told by `dcp_torch.describers`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from dcp_core.dtype import DTYPES, DType, dtype_named
+from dcp_core.errors import UnsupportedValueError
+
+_OF_TORCH: dict[torch.dtype, DType] = {
+    getattr(torch, dtype.name): dtype for dtype in DTYPES if isinstance(getattr(torch, dtype.name, None), torch.dtype)
+}
+_TO_TORCH: dict[DType, torch.dtype] = {dtype: torch_type for torch_type, dtype in _OF_TORCH.items()}
+_BITS: dict[int, torch.dtype] = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_SCANNED_ELEMENTS = 1 << 20
+
+
+def dtype_of(torch_dtype: torch.dtype) -> DType:
+    """Map a torch dtype to ours.
+
+    Raises:
+        UnsupportedValueError: The file format cannot hold it.
+
+    >>> dtype_of(torch.bfloat16).file_dtype
+    'BF16'
+    """
+    found = _OF_TORCH.get(torch_dtype)
+    return found if found is not None else dtype_named(str(torch_dtype).removeprefix("torch."))
+
+
+def torch_dtype_of(dtype: DType) -> torch.dtype:
+    """Map our dtype to torch's.
+
+    Raises:
+        UnsupportedValueError: This torch lacks it.
+    """
+    found = _TO_TORCH.get(dtype)
+    if found is None:
+        raise UnsupportedValueError(f"torch {torch.__version__} has no dtype {dtype.name}; load it with a newer torch")
+    return found
+
+
+def _is_lazy(tensor: torch.Tensor) -> bool:
+    """Whether the memory holds the conjugate or the negative of the values."""
+    return tensor.is_conj() or tensor.is_neg()
+
+
+def host_bits(tensor: torch.Tensor) -> npt.NDArray[Any] | None:
+    """The raw bits as a numpy array that shares the tensor's memory.
+
+    Args:
+        tensor: Any strides; may require grad, be 0-d, empty or expanded.
+
+    Returns:
+        An array of the tensor's shape and strides, dtype `DType.bits`; None when the values do not lie in host memory
+        as they are (on a device, or conjugated or negated lazily).
+    """
+    if tensor.device.type != "cpu" or _is_lazy(tensor):
+        return None
+    dtype = dtype_of(tensor.dtype)
+    plain = tensor.detach()
+    if dtype.numpy is None:
+        plain = plain.view(_BITS[dtype.itemsize])
+    array: npt.NDArray[Any] = plain.numpy()
+    return array.view(dtype.bits)
+
+
+def read_bits(tensor: torch.Tensor) -> npt.NDArray[Any]:
+    """The raw bits as a numpy array, copied to the host where needed.
+
+    Conjugated and negated views are resolved. A device tensor goes through `cpu()`, never through its storage, whose
+    format may be the device's own.
+    """
+    on_host = tensor.detach().resolve_conj().resolve_neg().cpu()
+    bits = host_bits(on_host)
+    if bits is None:
+        raise UnsupportedValueError(f"a tensor on {tensor.device} does not become a host tensor by cpu()")
+    return bits
+
+
+def tensor_of_bits(bits: npt.NDArray[Any], dtype: DType) -> torch.Tensor:
+    """A host tensor of these raw bits, sharing their memory where torch can.
+
+    Args:
+        bits: dtype `DType.bits`, any shape and strides. What torch cannot share (read-only memory, negative or odd
+            strides) is copied.
+        dtype: What the bits mean.
+    """
+    itemsize = dtype.itemsize
+    shareable = bits.flags.writeable and bits.flags.aligned and all(s >= 0 and s % itemsize == 0 for s in bits.strides)
+    array = bits if shareable else np.array(bits, order="C")
+    if dtype.numpy is None:
+        return torch.from_numpy(array.view(f"<i{itemsize}" if itemsize > 1 else "u1")).view(torch_dtype_of(dtype))
+    return torch.from_numpy(array)
+
+
+def assign_bits(tensor: torch.Tensor, bits: npt.NDArray[Any], source_dtype: DType) -> None:
+    """Write elements into a tensor, converting by torch's own rules.
+
+    Bits of the tensor's own dtype arrive unchanged, NaN payloads included.
+
+    Args:
+        tensor: Destination; any device and strides, may require grad.
+        bits: Raw bits of the tensor's shape; dtype is `source_dtype.bits`.
+        source_dtype: What the bits mean.
+    """
+    with torch.inference_mode(tensor.is_inference()), torch.no_grad():
+        target, source = tensor.detach(), tensor_of_bits(bits, source_dtype)
+        width = _BITS.get(source_dtype.itemsize)
+        if dtype_of(tensor.dtype) == source_dtype and width is not None and not _is_lazy(target):
+            target, source = target.view(width), source.view(width)
+        target.copy_(source)
+
+
+def storage_identity(tensor: torch.Tensor) -> Hashable | None:
+    """Equal for two tensors exactly when they are the same elements of the same memory.
+
+    Strides of dimensions that are not walked play no part.
+
+    Returns:
+        A key, or None for a tensor without elements.
+    """
+    if tensor.numel() == 0:
+        return None
+    strides = tuple(stride if size > 1 else 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    start = (tensor.untyped_storage().data_ptr(), tensor.storage_offset())
+    return (str(tensor.device), *start, tuple(tensor.shape), strides, tensor.dtype, tensor.is_conj(), tensor.is_neg())
+
+
+def writable_problem(tensor: torch.Tensor) -> str | None:
+    """Why a tensor cannot be a load's target, or None.
+
+    A tensor whose elements share memory (an expanded one, overlapping windows) has no place for all values.
+
+    >>> writable_problem(torch.zeros(1, 3).expand(2, 3)) is None, writable_problem(torch.zeros(2, 3)) is None
+    (False, True)
+    """
+    walked = sorted(
+        (stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1
+    )
+    if tensor.numel() == 0 or not walked:
+        return None
+    reach = 0
+    for stride, size in walked:
+        if stride <= reach and not _elements_are_apart(tensor, walked):
+            return (
+                f"elements of a {tuple(tensor.shape)} tensor with strides {tuple(tensor.stride())} share memory, "
+                "as in an expanded tensor; load into a clone() of it, or into the tensor it was expanded from"
+            )
+        reach += stride * (size - 1)
+    return None
+
+
+def _elements_are_apart(tensor: torch.Tensor, walked: list[tuple[int, int]]) -> bool:
+    """Settle by counting addresses what strides do not show; too large a tensor counts as overlapping."""
+    if walked[0][0] == 0 or tensor.numel() > _SCANNED_ELEMENTS:
+        return False
+    addresses = np.zeros(1, dtype=np.int64)
+    for stride, size in walked:
+        addresses = (addresses[:, None] + stride * np.arange(size)).reshape(-1)
+    return len(np.unique(addresses)) == len(addresses)

@@ -1,0 +1,125 @@
+"""The project's commands: `python3 -m nox -s demo`, `python3 -m nox -s tests`; `python3 -m nox -l` lists them all.
+
+Every session makes the environment that it needs with `venv` and pip. Arguments after `--` go to what a session runs:
+`python3 -m nox -s tests_torch -- -k reshard`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import nox
+
+nox.needs_version = ">=2024.10.9"
+nox.options.default_venv_backend = "venv"
+nox.options.reuse_venv = "yes"
+nox.options.sessions = ["tests"]
+
+TORCH = "torch==2.13.0"  # exact: an open range may take another build, of several gigabytes
+ONE_THREAD_A_RANK = {"OMP_NUM_THREADS": "1"}
+IN_ORDER = ("lint", "types", "docs", "tests_numpy2", "tests_torch")
+
+
+def _install_torch(session: nox.Session) -> None:
+    session.install(TORCH, "numpy<2", "-e", ".[torch,dev]")
+
+
+def _pytest(session: nox.Session, *arguments: str, **environment: str) -> None:
+    """Run pytest; when nothing matches it says so and exits with 5, and the session fails."""
+    environment = ONE_THREAD_A_RANK | environment
+    session.run("python", "-m", "pytest", *arguments, *session.posargs, env=environment)
+
+
+@nox.session
+def demo(session: nox.Session) -> None:
+    """Train a small transformer on 4 ranks, save, and go on in other layouts."""
+    session.install(TORCH, "numpy<2", ".[torch]")
+    session.run("python", "docs/examples/demo.py", *session.posargs, env=ONE_THREAD_A_RANK)
+
+
+@nox.session(venv_backend="none")
+def tests(session: nox.Session) -> None:
+    """All that CI checks: lint, types, docs, the core on numpy 2, then everything with torch."""
+    for name in IN_ORDER:
+        session.notify(name)
+    session.log(f"runs in this order: {', '.join(IN_ORDER)}")
+
+
+@nox.session
+def tests_torch(session: nox.Session) -> None:
+    """All tests, the code blocks of the docs among them, with torch and numpy 1.26."""
+    _install_torch(session)
+    _pytest(session, "-n", "2", "tests")
+
+
+@nox.session
+def tests_numpy2(session: nox.Session) -> None:
+    """The core's tests on numpy 2, in an environment without any framework."""
+    session.install("numpy>=2", "-e", ".[dev]")
+    _pytest(session, "-n", "2", "tests/core")
+
+
+@nox.session(python=["3.10", "3.12", "3.13"])
+def pythons(session: nox.Session) -> None:
+    """The core's tests on other Python versions; an interpreter that is not there is left out, and named."""
+    session.install("-e", ".[dev]")
+    _pytest(session, "-n", "2", "tests/core")
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Style, format, and the direction of imports."""
+    session.install("-e", ".[dev]")
+    session.run("ruff", "check", ".")
+    session.run("ruff", "format", "--check", ".")
+    session.run("lint-imports")
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """Strict types: the packages, the tests, the benchmarks and this file."""
+    _install_torch(session)
+    session.run("mypy")
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """Build the pages; warnings are errors. `tests_torch` runs their code blocks."""
+    session.install("-e", ".[docs]")
+    session.run("sphinx-build", "-W", "--keep-going", "-q", "-b", "html", "docs", "docs/_build/html")
+    session.log("the pages are in docs/_build/html/index.html")
+
+
+@nox.session
+def bench(session: nox.Session) -> None:
+    """Run every benchmark, or the one that is named after `--`, beside torch's own checkpoints."""
+    scripts = sorted(path.stem for path in Path("benchmarks").glob("[!_]*.py"))
+    if not scripts:
+        session.error("there is no benchmark to run in benchmarks/")
+    _install_torch(session)
+    named, arguments = session.posargs[:1], session.posargs[1:]
+    if not named or named[0] not in scripts:
+        named, arguments = scripts, session.posargs
+    for name in named:
+        session.run("python", "-m", f"benchmarks.{name}", *arguments)
+
+
+@nox.session
+def faults(session: nox.Session) -> None:
+    """Fail and kill at every step: the tests marked `faults`."""
+    _install_torch(session)
+    _pytest(session, "-m", "faults", "tests")
+
+
+@nox.session
+def soak(session: nox.Session) -> None:
+    """Run for long, and watch memory, threads and files: the tests marked `soak`."""
+    _install_torch(session)
+    _pytest(session, "-m", "soak", "--timeout", "3600", "tests")
+
+
+@nox.session
+def fuzz(session: nox.Session) -> None:
+    """The property tests with many more examples, a new random seed each time."""
+    _install_torch(session)
+    _pytest(session, "-m", "hypothesis", "-n", "2", "--timeout", "3600", "tests", DCP_HYPOTHESIS="fuzz")

@@ -1,0 +1,168 @@
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dcp_core.adapter import KeyValueChannel
+from dcp_core.coordination import directory
+from dcp_core.coordination.directory import DirectoryChannel
+from dcp_core.errors import CoordinationError
+from dcp_core.testing.ranks import RankContext, run_ranks
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def test_it_is_a_key_value_channel(tmp_path: Path) -> None:
+    assert isinstance(DirectoryChannel(tmp_path), KeyValueChannel)
+
+
+@pytest.mark.parametrize("payload", [b"", b"x", bytes(range(256)) * 5000])
+def test_a_message_comes_back_and_stays_until_it_is_deleted(tmp_path: Path, payload: bytes) -> None:
+    channel = DirectoryChannel(tmp_path / "made" / "for it")
+    channel.put("job.0.1", payload)
+    assert [channel.wait("job.0.1", 0), channel.wait("job.0.1", 5)] == [payload] * 2
+    channel.delete("job.0.1")
+    channel.delete("job.0.1")
+    assert channel.wait("job.0.1", 0) is None
+    assert os.listdir(channel.path) == []
+
+
+def test_waiting_ends_at_its_deadline(tmp_path: Path) -> None:
+    started = time.monotonic()
+    assert DirectoryChannel(tmp_path).wait("never", 0.2) is None
+    assert 0.2 <= time.monotonic() - started < 2
+
+
+def test_waiting_ends_when_the_message_comes(tmp_path: Path) -> None:
+    channel = DirectoryChannel(tmp_path)
+    timer = threading.Timer(0.3, channel.put, ("a", b"there"))
+    timer.start()
+    started = time.monotonic()
+    assert channel.wait("a", 20) == b"there"
+    assert time.monotonic() - started < 5
+    timer.join()
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "../x", "a/b", ".hidden", "a\0b", "ü", "a b", "x" * 201])
+def test_names_that_could_leave_the_directory_are_refused(tmp_path: Path, name: str) -> None:
+    channel = DirectoryChannel(tmp_path)
+    with pytest.raises(CoordinationError, match="no name for a message"):
+        channel.put(name, b"")
+    with pytest.raises(CoordinationError, match="no name for a message"):
+        channel.wait(name, 0)
+    with pytest.raises(CoordinationError, match="no name for a message"):
+        channel.delete(name)
+
+
+def test_no_temporary_file_stays_when_a_message_cannot_be_written(tmp_path: Path, monkeypatch: Any) -> None:
+    def full(descriptor: int, payload: bytes) -> None:
+        raise OSError(errno.ENOSPC, "disk full")
+
+    monkeypatch.setattr(directory, "_write_all", full)
+    with pytest.raises(OSError, match="disk full"):
+        DirectoryChannel(tmp_path).put("a", b"x")
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_message_is_replaced_whole(tmp_path: Path) -> None:
+    """A reader that looks all the time sees either message, never a part."""
+    channel = DirectoryChannel(tmp_path)
+    messages = {bytes([letter]) * 300_000 for letter in b"abc"}
+    channel.put("a", b"a" * 300_000)
+    stop = threading.Event()
+    seen: set[bytes | None] = set()
+
+    def read() -> None:
+        while not stop.is_set():
+            seen.add(channel.wait("a", 0))
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    for _ in range(50):
+        for message in messages:
+            channel.put("a", message)
+    stop.set()
+    reader.join()
+    assert seen <= messages
+
+
+def test_a_stale_handle_is_taken_for_absent_and_tried_again(tmp_path: Path, monkeypatch: Any) -> None:
+    channel = DirectoryChannel(tmp_path)
+    channel.put("a", b"there")
+    real_open, failures = os.open, [errno.ESTALE] * 3
+
+    def stale(path: str, *rest: Any) -> int:
+        if failures:
+            raise OSError(failures.pop(), "stale file handle", path)
+        return real_open(path, *rest)
+
+    monkeypatch.setattr(os, "open", stale)
+    assert channel.wait("a", 5) == b"there"
+    assert failures == []
+
+
+def test_waiting_lists_the_directory_so_that_a_remembered_absence_is_forgotten(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    """Like a network file system that says 'absent' until the directory is read again."""
+    channel = DirectoryChannel(tmp_path)
+    channel.put("a", b"there")
+    real_open, real_listdir = os.open, os.listdir
+    listed: list[str] = []
+
+    def open_or_remember(path: str, *rest: Any) -> int:
+        if not listed:
+            raise FileNotFoundError(errno.ENOENT, "remembered as absent", path)
+        return real_open(path, *rest)
+
+    def listdir(path: str) -> list[str]:
+        listed.append(path)
+        return real_listdir(path)
+
+    monkeypatch.setattr(os, "open", open_or_remember)
+    monkeypatch.setattr(os, "listdir", listdir)
+    assert channel.wait("a", 5) == b"there"
+    listed.clear()
+    assert channel.wait("a", 0.002) == b"there"
+
+
+def test_a_vanished_directory_is_absence_to_readers_and_an_error_to_writers(tmp_path: Path) -> None:
+    channel = DirectoryChannel(tmp_path / "mailbox")
+    os.rmdir(channel.path)
+    assert channel.wait("a", 0.01) is None
+    channel.delete("a")
+    with pytest.raises(FileNotFoundError):
+        channel.put("a", b"x")
+
+
+def test_other_errors_of_the_file_system_are_raised(tmp_path: Path) -> None:
+    channel = DirectoryChannel(tmp_path)
+    (tmp_path / "a").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "a")
+    with pytest.raises(IsADirectoryError):
+        channel.wait("a", 1)
+    with pytest.raises(OSError, match="symbolic"):
+        channel.wait("link", 1)
+
+
+def pass_on(context: RankContext) -> bytes:
+    """Each rank waits for the one before it, and adds itself."""
+    channel = DirectoryChannel(context.channel_directory)
+    message: bytes | None = b""
+    if context.rank:
+        message = channel.wait(f"to.{context.rank}", 20)
+        channel.delete(f"to.{context.rank}")
+    assert message is not None
+    message += b"%d" % context.rank
+    channel.put(f"to.{context.rank + 1}", message)
+    return message
+
+
+def test_messages_cross_processes() -> None:
+    assert run_ranks(pass_on, 4, timeout_seconds=30) == [b"0", b"01", b"012", b"0123"]

@@ -1,0 +1,409 @@
+"""Plugins are found late, checked, and cannot hurt each other."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+import types
+import warnings
+from collections.abc import Callable, Iterable
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dcp_core import plugins
+from dcp_core.arrays import NumpyAdapter
+from dcp_core.box import Box
+from dcp_core.errors import AdapterError
+from dcp_core.formats import objects
+from dcp_core.formats.objects import ObjectCodec
+from dcp_core.hookspecs import (
+    HOOKS,
+    AdapterEntry,
+    DescriberEntry,
+    ObjectCodecEntry,
+    StagingCopierEntry,
+    StorageEntry,
+    hookimpl,
+)
+from dcp_core.planning.leaves import LocalTensor
+from dcp_core.plugins import PluginRegistry
+
+_TOY = "toyframework"
+
+
+class ToyAdapter(NumpyAdapter):
+    """A whole framework for these tests: the module `toyplugin` that holds it is made by a fixture."""
+
+    name = "toy"
+    made = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        time.sleep(0.01)
+        type(self).made += 1
+
+
+class Wrapper:
+    """A foreign tensor type."""
+
+    def __init__(self, array: np.ndarray[Any, np.dtype[Any]]) -> None:
+        self.array = array
+
+
+class DerivedWrapper(Wrapper):
+    """A subclass of it."""
+
+
+class WrapperDescriber:
+    """Describes both."""
+
+    def describe(self, value: Any) -> LocalTensor | None:
+        """Describe what is wrapped."""
+        return NumpyAdapter().describe(value.array)
+
+
+class Chatty:
+    """A value with a codec and a staging copier."""
+
+
+def chatty_codec() -> ObjectCodec:
+    return ObjectCodec("toyframework.Chatty", "toyframework.Chatty", lambda value: None, lambda plain: Chatty())
+
+
+def copy_wrapper(value: Wrapper) -> Wrapper:
+    return Wrapper(value.array.copy())
+
+
+def broken_factory() -> object:
+    raise OSError("no such library")
+
+
+@pytest.fixture
+def toy(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+    """An importable module with the factories above, and a framework that has been imported."""
+    module = types.ModuleType("toyplugin")
+    for member in (ToyAdapter, WrapperDescriber, chatty_codec, copy_wrapper, broken_factory):
+        setattr(module, member.__name__, member)
+    framework = types.ModuleType(_TOY)
+    for kind in (Wrapper, DerivedWrapper, Chatty):
+        monkeypatch.setattr(kind, "__module__", _TOY)
+        setattr(framework, kind.__name__, kind)
+    monkeypatch.setitem(sys.modules, "toyplugin", module)
+    monkeypatch.setitem(sys.modules, _TOY, framework)
+    ToyAdapter.made = 0
+    return module
+
+
+def _plugin(**hooks: Callable[..., Any]) -> types.SimpleNamespace:
+    return types.SimpleNamespace(**{f"dcp_{name}": hookimpl(hook) for name, hook in hooks.items()})
+
+
+def _toy_adapter(name: str = "toy", factory: str = "toyplugin:ToyAdapter") -> Callable[[], list[AdapterEntry]]:
+    return lambda: [AdapterEntry(name, framework=_TOY, factory=factory)]
+
+
+def _with_argument(argument: object) -> tuple[AdapterEntry, ...]:
+    return ()
+
+
+def _registry(**found: object) -> PluginRegistry:
+    """A registry over entry points; an exception as plugin is raised at its import."""
+
+    class Point:
+        def __init__(self, name: str, plugin: object) -> None:
+            self.name, self.value, self.dist, self._plugin = name, f"{name}_module", None, plugin
+
+        def load(self) -> object:
+            if isinstance(self._plugin, Exception):
+                raise self._plugin
+            return self._plugin
+
+    def find() -> Iterable[EntryPoint]:
+        return [Point(name, plugin) for name, plugin in found.items()]  # type: ignore[misc]  # a stand-in that has what is used
+
+    return PluginRegistry(find)
+
+
+def _names(registry: PluginRegistry) -> list[str]:
+    return [adapter.name for adapter in registry.active_adapters().adapters]
+
+
+@pytest.mark.usefixtures("toy")
+class TestAdapters:
+    def test_the_numpy_adapter_is_built_in_and_comes_last(self) -> None:
+        assert _names(_registry()) == ["numpy"]
+        assert _names(_registry(toy=_plugin(adapters=_toy_adapter()))) == ["toy", "numpy"]
+
+    def test_an_adapter_whose_framework_is_not_imported_stays_out(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        registry = _registry(toy=_plugin(adapters=_toy_adapter()))
+        framework = sys.modules[_TOY]
+        monkeypatch.delitem(sys.modules, _TOY)
+        assert _names(registry) == ["numpy"]
+        assert ToyAdapter.made == 0
+        monkeypatch.setitem(sys.modules, _TOY, framework)
+        assert _names(registry) == ["toy", "numpy"]
+
+    def test_an_adapter_is_made_once_whatever_asks_for_it(self) -> None:
+        registry = _registry(toy=_plugin(adapters=_toy_adapter()))
+        first = registry.adapter_named("toy")
+        assert registry.active_adapters().adapters[0] is first
+        assert registry.active_adapters().adapters[0] is first
+        assert ToyAdapter.made == 1
+
+    def test_threads_that_ask_at_once_get_the_same_adapter(self) -> None:
+        registry = _registry(toy=_plugin(adapters=_toy_adapter()))
+        together = threading.Barrier(8, timeout=30)
+        found: list[object] = []
+
+        def ask() -> None:
+            together.wait()
+            found.append(registry.adapter_named("toy"))
+
+        threads = [threading.Thread(target=ask) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(set(map(id, found))) == 1
+        assert (len(found), ToyAdapter.made) == (8, 1)
+
+    def test_an_unknown_name_lists_the_known_ones(self) -> None:
+        with pytest.raises(AdapterError, match="registers the adapter 'jax'; known: numpy, toy"):
+            _registry(toy=_plugin(adapters=_toy_adapter())).adapter_named("jax")
+
+    def test_two_plugins_that_claim_one_name_are_an_error_that_names_both(self) -> None:
+        registry = _registry(one=_plugin(adapters=_toy_adapter()), two=_plugin(adapters=_toy_adapter()))
+        message = r"two plugins claim the adapter 'toy': 'one' \(one_module\) and 'two' \(two_module\)"
+        for _ in range(2):
+            with pytest.raises(AdapterError, match=message):
+                registry.active_adapters()
+        with pytest.raises(AdapterError, match=message):
+            registry.adapter_named("toy")
+
+    def test_the_built_in_name_cannot_be_claimed(self) -> None:
+        registry = _registry(mine=_plugin(adapters=_toy_adapter("numpy")))
+        with pytest.raises(AdapterError, match=r"'numpy': 'dcp_core' \(built in\) and 'mine'"):
+            registry.active_adapters()
+
+    @pytest.mark.parametrize(
+        ("factory", "cause"),
+        [
+            ("toyplugin:broken_factory", "OSError: no such library"),
+            ("toyplugin:missing", "AttributeError"),
+            ("no_such_module_xyz:Adapter", "ModuleNotFoundError"),
+            ("toyplugin:WrapperDescriber", "it lacks version, host_array, read_out"),
+            ("dcp_core.arrays:NumpyAdapter", "the adapter is called 'numpy', not 'toy'"),
+        ],
+    )
+    def test_an_adapter_that_cannot_be_made_is_left_out_with_one_warning(self, factory: str, cause: str) -> None:
+        registry = _registry(toy=_plugin(adapters=_toy_adapter(factory=factory)))
+        with pytest.warns(RuntimeWarning, match=cause):
+            assert _names(registry) == ["numpy"]
+        assert _names(registry) == ["numpy"]
+        with pytest.raises(AdapterError, match=cause):
+            registry.adapter_named("toy")
+
+    def test_a_plugin_may_be_registered_by_hand(self) -> None:
+        registry = _registry()
+        registry.register(_plugin(adapters=_toy_adapter()), "mine")
+        assert _names(registry) == ["toy", "numpy"]
+        assert registry.plugins()[-1].origin == "registered by hand"
+        with pytest.raises(AdapterError, match="cannot register the plugin 'bad'"):
+            registry.register(_plugin(adapters=lambda: 5), "bad")
+
+
+@pytest.mark.usefixtures("toy")
+class TestBrokenPlugins:
+    @pytest.mark.parametrize(
+        ("plugin", "problem"),
+        [
+            (ImportError("needs libfoo"), "ImportError: needs libfoo"),
+            (SyntaxError("invalid"), "SyntaxError"),
+            (_plugin(adapters=lambda: 1 / 0), "ZeroDivisionError"),
+            (_plugin(adapters=lambda: AdapterEntry("a", "b", "c:d")), "must return a sequence of AdapterEntry"),
+            (_plugin(adapters=lambda: ["toyplugin:ToyAdapter"]), "must return a sequence of AdapterEntry"),
+            (_plugin(adapters=lambda: None), "must return a sequence of AdapterEntry, found None"),
+            (_plugin(storages=_toy_adapter()), "must return a sequence of StorageEntry"),
+            (_plugin(adapters=lambda: [AdapterEntry("a", "b", "no colon")]), "an adapter's factory must look like"),
+            (_plugin(nonsense=lambda: ()), "PluginValidationError"),
+            (_plugin(adapters=_with_argument), "PluginValidationError"),
+        ],
+    )
+    def test_it_is_skipped_with_one_warning_and_the_rest_serves(self, plugin: object, problem: str) -> None:
+        registry = _registry(broken=plugin, toy=_plugin(adapters=_toy_adapter()))
+        with pytest.warns(RuntimeWarning, match=f"skips the plugin 'broken' .*{problem}") as caught:
+            assert _names(registry) == ["toy", "numpy"]
+        assert len(caught) == 1
+        assert _names(registry) == ["toy", "numpy"]  # and warns no more: warnings are errors here
+        found = {record.name: record.problem for record in registry.plugins()}
+        assert problem in str(found["broken"])
+        assert found["toy"] is None
+
+    def test_nothing_of_a_half_broken_plugin_serves(self) -> None:
+        half = _plugin(adapters=_toy_adapter(), storages=lambda: 1 / 0)
+        registry = _registry(half=half)
+        with pytest.warns(RuntimeWarning, match="ZeroDivisionError"):
+            assert _names(registry) == ["numpy"]
+        with pytest.raises(AdapterError, match="broken: 'half' .*ZeroDivisionError"):
+            registry.adapter_named("toy")
+
+    def test_warnings_as_errors_lose_no_plugin(self) -> None:
+        registry = _registry(broken=ImportError("gone"), toy=_plugin(adapters=_toy_adapter()))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            with pytest.raises(RuntimeWarning):
+                registry.active_adapters()
+        assert _names(registry) == ["toy", "numpy"]
+
+
+@pytest.mark.usefixtures("toy")
+class TestOtherEntries:
+    def test_a_describer_is_asked_for_its_type_and_subclasses_only(self) -> None:
+        entry = DescriberEntry(f"{_TOY}.Wrapper", framework=_TOY, factory="toyplugin:WrapperDescriber")
+        adapters = _registry(toy=_plugin(describers=lambda: [entry])).active_adapters()
+        for kind in (Wrapper, DerivedWrapper):
+            found = adapters.describe(kind(np.zeros((2, 3))))
+            assert found is not None
+            assert found.boxes == (Box((0, 0), (2, 3)),)
+        assert adapters.describe(Chatty()) is None
+        plain = adapters.describe(np.zeros(4))
+        assert plain is not None
+        assert plain.global_shape == (4,)
+
+    def test_a_broken_describer_is_left_out_with_one_warning(self) -> None:
+        entry = DescriberEntry(f"{_TOY}.Wrapper", framework=_TOY, factory="toyplugin:broken_factory")
+        adapters = _registry(toy=_plugin(describers=lambda: [entry])).active_adapters()
+        with pytest.warns(RuntimeWarning, match="describer of 'toyframework.Wrapper'"):
+            assert adapters.describe(Wrapper(np.zeros(1))) is None
+        assert adapters.describe(Wrapper(np.zeros(1))) is None
+
+    @pytest.mark.parametrize(
+        ("entry", "problem"),
+        [
+            (DescriberEntry(f"{_TOY}.Wrapper", _TOY, "toyplugin:ToyPlain"), "ToyPlain is no describer"),
+            (
+                ObjectCodecEntry(f"{_TOY}.Chatty", "toyplugin:ToyPlain"),
+                "expected an ObjectCodec of toyframework.Chatty",
+            ),
+            (
+                ObjectCodecEntry(f"{_TOY}.Other", "toyplugin:chatty_codec"),
+                "expected an ObjectCodec of toyframework.Other",
+            ),
+            (StagingCopierEntry(f"{_TOY}.Wrapper", "toyplugin:not_callable"), "5 cannot be called"),
+        ],
+    )
+    def test_what_a_factory_makes_must_be_of_its_kind(self, toy: types.ModuleType, entry: Any, problem: str) -> None:
+        vars(toy).update(ToyPlain=type("ToyPlain", (), {}), not_callable=5)
+        hooks = {DescriberEntry: "describers", ObjectCodecEntry: "object_codecs", StagingCopierEntry: "staging_copiers"}
+        registry = _registry(toy=_plugin(**{hooks[type(entry)]: lambda: [entry]}))
+
+        def use_all() -> None:
+            registry.activate_codecs()
+            registry.active_adapters().describe(Wrapper(np.zeros(1)))
+            registry.staging_copier(Wrapper)
+
+        with pytest.warns(RuntimeWarning, match=problem):
+            use_all()
+        use_all()
+
+    def test_codecs_are_registered_once_their_module_is_imported(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        registered: list[ObjectCodec] = []
+        monkeypatch.setattr(plugins, "register_codec", registered.append)
+        entry = ObjectCodecEntry(f"{_TOY}.Chatty", factory="toyplugin:chatty_codec")
+        registry = _registry(toy=_plugin(object_codecs=lambda: [entry]))
+        framework = sys.modules[_TOY]
+        monkeypatch.delitem(sys.modules, _TOY)
+        registry.activate_codecs()
+        assert registered == []
+        monkeypatch.setitem(sys.modules, _TOY, framework)
+        registry.activate_codecs()
+        registry.activate_codecs()
+        assert [codec.type_name for codec in registered] == [f"{_TOY}.Chatty"]
+        assert callable(objects.register_codec)
+
+    def test_a_storage_is_found_by_its_scheme(self) -> None:
+        entry = StorageEntry("toy", factory="toyplugin:copy_wrapper")
+        registry = _registry(toy=_plugin(storages=lambda: [entry]))
+        factory: object = registry.storage_of_scheme("toy")
+        assert factory is copy_wrapper
+        with pytest.raises(AdapterError, match="no plugin registers the storage 's3'; known: toy"):
+            registry.storage_of_scheme("s3")
+
+    def test_a_conflict_among_storages_leaves_the_adapters_alone(self) -> None:
+        storages = _plugin(storages=lambda: [StorageEntry("toy", factory="toyplugin:copy_wrapper")])
+        again = _plugin(storages=lambda: [StorageEntry("toy", factory="toyplugin:copy_wrapper")])
+        registry = _registry(one=storages, two=again)
+        assert _names(registry) == ["numpy"]
+        with pytest.raises(AdapterError, match="two plugins claim the storage of scheme 'toy'"):
+            registry.storage_of_scheme("toy")
+
+    def test_a_staging_copier_serves_subclasses(self) -> None:
+        entry = StagingCopierEntry(f"{_TOY}.Wrapper", factory="toyplugin:copy_wrapper")
+        registry = _registry(toy=_plugin(staging_copiers=lambda: [entry]))
+        assert registry.staging_copier(Wrapper) is copy_wrapper
+        assert registry.staging_copier(DerivedWrapper) is copy_wrapper
+        assert registry.staging_copier(Chatty) is None
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: AdapterEntry("", "torch", "a:b"),
+        lambda: AdapterEntry("toy", "torch.nn", "a:b"),
+        lambda: AdapterEntry("toy", "torch", "a.b"),
+        lambda: AdapterEntry("toy", "torch", "a:b:c"),
+        lambda: AdapterEntry("toy", "torch", ToyAdapter),  # type: ignore[arg-type]  # what an untyped plugin may pass
+        lambda: DescriberEntry("Wrapper", "torch", "a:b"),
+        lambda: ObjectCodecEntry("torch.", "a:b"),
+        lambda: StorageEntry("S3", "a:b"),
+        lambda: StorageEntry("s3://", "a:b"),
+        lambda: StagingCopierEntry("a b.c", "a:b"),
+    ],
+)
+def test_a_malformed_entry_is_refused(make: Callable[[], object]) -> None:
+    with pytest.raises(AdapterError, match="must look like"):
+        make()
+
+
+def test_a_local_type_may_be_named() -> None:
+    assert StagingCopierEntry("tests.test_x.f.<locals>.Thing", "a:b").name == "tests.test_x.f.<locals>.Thing"
+
+
+def test_every_hook_of_the_specification_is_called() -> None:
+    from dcp_core import hookspecs
+
+    assert set(HOOKS) == {name for name in vars(hookspecs) if name.startswith("dcp_")}
+
+
+_REAL_PLUGIN = """
+from dcp_core.hookspecs import AdapterEntry, StorageEntry, hookimpl
+
+@hookimpl
+def dcp_storages():
+    return [StorageEntry("toy", factory="real_plugin:Storage")]
+
+class Storage:
+    pass
+"""
+
+
+def test_an_installed_distribution_is_found_at_the_first_call_and_not_before(tmp_path: Path) -> None:
+    (tmp_path / "real_plugin.py").write_text(_REAL_PLUGIN)
+    distribution = tmp_path / "real_plugin-1.2.dist-info"
+    distribution.mkdir()
+    (distribution / "METADATA").write_text("Metadata-Version: 2.1\nName: real-plugin\nVersion: 1.2\n")
+    (distribution / "entry_points.txt").write_text("[dcp]\nreal = real_plugin\n")
+    code = (
+        f"import sys; sys.path.append({str(tmp_path)!r}); import dcp_core.plugins as plugins; "
+        "print('real_plugin' in sys.modules); print(plugins.storage_of_scheme('toy').__name__); "
+        "print([record.label for record in plugins.plugins() if record.name == 'real'])"
+    )
+    command = [sys.executable, "-W", "error", "-c", code]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert result.stdout.split("\n") == ["False", "Storage", """["'real' (real-plugin 1.2)"]""", ""], result.stderr

@@ -1,0 +1,235 @@
+"""What ranks hold: DTensor, ShardedTensor, annotated shards, ranks outside the mesh."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed._shard.sharded_tensor import Shard as LocalShard
+from torch.distributed._shard.sharded_tensor import ShardedTensor, init_from_local_shards
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
+
+from dcp_core.box import Box
+from dcp_core.box import slices as box_slices
+from dcp_core.dtype import dtype_named
+from dcp_core.errors import ArgumentError, UnsupportedValueError
+from dcp_core.planning.leaves import LocalTensor
+from dcp_torch.adapter import TorchAdapter
+from dcp_torch.annotate import ChunkInfo, annotate_shard, chunk_of
+from tests.torch.gloo_ranks import TorchRank, run_gloo
+
+ADAPTER = TorchAdapter()
+
+
+def described(value: Any) -> LocalTensor:
+    found = ADAPTER.describe(value)
+    assert found is not None
+    return found
+
+
+# -- DTensor -------------------------------------------------------------------------------------------------------
+
+
+def check_subset(rank: TorchRank) -> tuple[int, str, tuple[int, ...]]:
+    mesh = DeviceMesh(rank.device.type, [1, 3])
+    tensor = DTensor.from_local(
+        torch.full((2, 3), float(rank.rank), dtype=torch.float16), mesh, [Shard(0)], run_check=False
+    )
+    found = described(tensor)
+    return len(found.boxes), found.dtype.name, found.global_shape
+
+
+def test_ranks_outside_the_mesh_hold_nothing_and_know_shape_and_dtype() -> None:
+    found = run_gloo(check_subset, 4)
+    assert found == [(count, "float16", (4, 3)) for count in (0, 1, 0, 1)]
+
+
+def check_partial(rank: TorchRank) -> None:
+    mesh = init_device_mesh(rank.device.type, (2,))
+    tensor = DTensor.from_local(torch.ones(2, device=rank.device), mesh, [Partial()])
+    with pytest.raises(UnsupportedValueError, match="partial sum"):
+        ADAPTER.describe(tensor)
+    tensor = DTensor.from_local(torch.ones(2, device=rank.device), mesh, [Shard(0)], shape=(5,), stride=(1,))
+    if rank.rank == 0:
+        with pytest.raises(UnsupportedValueError, match=r"local tensor of shape \(3,\) here, found \(2,\)"):
+            ADAPTER.describe(tensor)
+    with pytest.raises(UnsupportedValueError, match="meta"):
+        ADAPTER.describe(distribute_tensor(torch.ones(4, device="meta"), mesh, [Shard(0)]))
+
+
+def test_partial_sums_wrong_local_shapes_and_meta_tensors_are_refused() -> None:
+    run_gloo(check_partial, 2)
+
+
+def check_after_collective(rank: TorchRank) -> list[float]:
+    mesh = init_device_mesh(rank.device.type, (2,))
+    tensor = DTensor.from_local(torch.ones(2, device=rank.device), mesh, [Partial()])
+    reduced = tensor.redistribute(placements=[Replicate()], async_op=True)
+    found = described(reduced)
+    assert found.boxes == (Box((0,), (2,)),)
+    values: list[float] = ADAPTER.read_out(found.views[0]).tolist()
+    return values
+
+
+def test_a_tensor_whose_collective_is_in_flight_is_waited_for() -> None:
+    assert run_gloo(check_after_collective, 2) == [[2.0, 2.0]] * 2
+
+
+def check_in_place(rank: TorchRank) -> None:
+    mesh = init_device_mesh(rank.device.type, (2,))
+    model = torch.nn.Linear(3, 5).to(rank.device)
+    fully_shard(model, mesh=mesh)
+    state = model.state_dict()
+    for tensor in state.values():
+        found = described(tensor)
+        for box, view in zip(found.boxes, found.views, strict=True):
+            bits = np.full(box.sizes, 7 + rank.rank, dtype=np.float32)
+            ADAPTER.copy_into(view, bits, dtype_named("float32"))
+    for parameter in model.parameters():
+        assert isinstance(parameter, DTensor)
+        assert (parameter.to_local() == 7 + rank.rank).all()
+        assert described(parameter).storage == described(parameter.detach()).storage
+
+
+def test_what_is_written_into_the_views_of_fsdp_parameters_is_in_the_model() -> None:
+    run_gloo(check_in_place, 2)
+
+
+def check_one_dimension_of_length_one(rank: TorchRank) -> int:
+    mesh = init_device_mesh(rank.device.type, (8,))
+    found = [described(distribute_tensor(torch.ones(size, 2), mesh, [Shard(0)])) for size in (5, 1, 0)]
+    assert all(tensor.storage is None for tensor in found if not tensor.boxes)
+    return sum(len(tensor.boxes) for tensor in found)
+
+
+def test_empty_shards_have_no_boxes() -> None:
+    assert run_gloo(check_one_dimension_of_length_one, 8) == [2, 1, 1, 1, 1, 0, 0, 0]
+
+
+# -- ShardedTensor -------------------------------------------------------------------------------------------------
+
+
+def check_sharded_tensor(rank: TorchRank) -> None:
+    whole = torch.arange(24).reshape(8, 3)
+    starts = [rank.rank * 2, 4 + rank.rank * 2]
+    shards = [
+        LocalShard.from_tensor_and_offsets(whole[start : start + 2].clone(), [start, 0], rank.rank) for start in starts
+    ]
+    tensor = init_from_local_shards(shards, 8, 3)
+    assert isinstance(tensor, ShardedTensor)
+    found = described(tensor)
+    assert found.global_shape == (8, 3)
+    assert found.dtype.name == "int64"
+    assert not found.plain
+    assert found.boxes == tuple(Box((start, 0), (2, 3)) for start in starts)
+    for box, view in zip(found.boxes, found.views, strict=True):
+        assert np.array_equal(ADAPTER.read_out(view), whole.numpy()[box_slices(box)])
+
+
+def test_a_sharded_tensor_gives_a_box_for_each_local_shard() -> None:
+    run_gloo(check_sharded_tensor, 2)
+
+
+def check_sharded_tensor_of_one_rank(rank: TorchRank) -> int:
+    shards = []
+    if rank.rank == 1:
+        shards = [LocalShard.from_tensor_and_offsets(torch.ones(2, 3, dtype=torch.float16), [0, 0], 1)]
+    found = described(init_from_local_shards(shards, 2, 3))
+    assert found.dtype.name == "float16"
+    return len(found.boxes)
+
+
+def test_a_rank_without_local_shards_holds_nothing() -> None:
+    assert run_gloo(check_sharded_tensor_of_one_rank, 2) == [0, 1]
+
+
+# -- annotated shards ----------------------------------------------------------------------------------------------
+
+
+def test_an_annotated_tensor_is_a_shard() -> None:
+    tensor = annotate_shard(torch.ones(2, 3), offsets=(4, 0), global_shape=(8, 3), replica_ranks=[0, 1])
+    found = described(tensor)
+    assert found.global_shape == (8, 3)
+    assert found.boxes == (Box((4, 0), (2, 3)),)
+    assert found.replica_ranks == (0, 1)
+    assert not found.plain
+    assert chunk_of(tensor) == ChunkInfo((4, 0), (2, 3), (8, 3), (0, 1))
+
+
+def test_an_annotated_parameter_is_a_shard_in_the_state_dict_of_its_module() -> None:
+    module = torch.nn.Linear(3, 2)
+    annotate_shard(module.weight, offsets=(2, 0), global_shape=(4, 3))
+    assert described(module.state_dict()["weight"]).boxes == (Box((2, 0), (2, 3)),)
+    assert described(module.state_dict()["bias"]).plain
+    assert described(module.weight.t()).plain
+    assert described(module.weight.detach().clone()).plain
+
+
+def test_the_last_annotation_counts() -> None:
+    tensor = annotate_shard(torch.ones(2), offsets=(0,), global_shape=(4,))
+    annotate_shard(tensor, offsets=(2,), global_shape=(4,))
+    assert described(tensor).boxes == described(tensor.detach()).boxes == (Box((2,), (2,)),)
+
+
+def test_an_annotated_tensor_that_was_resized_is_refused() -> None:
+    tensor = annotate_shard(torch.ones(2), offsets=(0,), global_shape=(4,))
+    tensor.resize_(3)
+    with pytest.raises(UnsupportedValueError, match=r"sizes \(2,\) and now has the shape \(3,\)"):
+        ADAPTER.describe(tensor)
+
+
+@given(data=st.data(), shape=st.lists(st.integers(1, 4), min_size=2, max_size=3))
+def test_a_flat_shard_becomes_boxes_of_its_elements(data: st.DataObject, shape: list[int]) -> None:
+    numel = int(np.prod(shape))
+    start = data.draw(st.integers(0, numel))
+    stop = data.draw(st.integers(start, numel))
+    step = data.draw(st.integers(1, 2))
+    whole = torch.arange(numel).reshape(shape)
+    memory = torch.zeros((stop - start) * step, dtype=torch.int64)[::step]
+    memory.copy_(whole.reshape(-1)[start:stop])
+    found = described(annotate_shard(memory, offsets=(start,), global_shape=shape))
+    assert sum(box.numel for box in found.boxes) == stop - start
+    for box, view in zip(found.boxes, found.views, strict=True):
+        assert np.array_equal(ADAPTER.read_out(view), whole.numpy()[box_slices(box)])
+        ADAPTER.copy_into(view, -ADAPTER.read_out(view), dtype_named("int64"))
+    assert torch.equal(memory, -whole.reshape(-1)[start:stop])
+
+
+@pytest.mark.parametrize(
+    ("shape", "offsets", "global_shape", "words"),
+    [
+        ((2,), (3,), (4,), "beyond"),
+        ((2, 2), (0,), (4, 2), "differ in length"),
+        ((2,), (-1,), (4,), "negative"),
+        ((2, 2), (0, 0), (4, 2, 2), "dimensions"),
+        ((5,), (0,), (2, 2), "beyond"),
+    ],
+)
+def test_annotations_that_do_not_fit_are_refused(shape: Any, offsets: Any, global_shape: Any, words: str) -> None:
+    with pytest.raises(ArgumentError, match=words):
+        annotate_shard(torch.zeros(shape), offsets=offsets, global_shape=global_shape)
+
+
+def test_a_deep_copy_of_an_annotated_tensor_is_the_same_shard() -> None:
+    tensor = annotate_shard(torch.ones(2), offsets=(2,), global_shape=(4,))
+    assert described(copy.deepcopy(tensor)).boxes == (Box((2,), (2,)),)
+
+
+def check_one_rank_describes(rank: TorchRank) -> None:
+    tensor = distribute_tensor(torch.ones(4), init_device_mesh(rank.device.type, (2,)), [Shard(0)])
+    if rank.rank == 0:
+        assert described(tensor).boxes == (Box((0,), (2,)),)
+    dist.barrier()
+
+
+def test_describing_needs_no_other_rank() -> None:
+    run_gloo(check_one_rank_describes, 2)
