@@ -91,7 +91,13 @@ def measure_ours(ranks: int, cut: str, replicas: int) -> Case:
     """Run all stages of ours."""
     from dcp_core.formats.metadata_file import MetadataColumns, assemble, encode_body, open_metadata
     from dcp_core.metadata import FileColumns, Metadata, Nesting, SaveRecord, WriterRecord
-    from dcp_core.planning.global_plan import PlanOptions, describe_objects, describe_tensors, number_files, plan_globally
+    from dcp_core.planning.global_plan import (
+        PlanOptions,
+        describe_objects,
+        describe_tensors,
+        number_files,
+        plan_globally,
+    )
     from dcp_core.planning.global_table import merge_tables
     from dcp_core.planning.write_list import encode_answers
 
@@ -165,12 +171,15 @@ def measure_torch(ranks: int, cut: str, replicas: int) -> Case:
     """Run torch DCP's planner on the same shards, as its coordinator does."""
     import pickle
 
-    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_global_save_plan
-    from torch.distributed.checkpoint.default_planner import _validate_global_plan
+    import torch
+    from torch.distributed.checkpoint._dedup_save_plans import dedup_save_plans
+    from torch.distributed.checkpoint.default_planner import (
+        DefaultSavePlanner,
+        _validate_global_plan,
+        create_default_global_save_plan,
+    )
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
     from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
-    from torch.distributed.checkpoint._dedup_save_plans import dedup_save_plans
-    import torch
 
     case = Case(ranks, cut, replicas, "torch")
     del DefaultSavePlanner
@@ -190,7 +199,7 @@ def measure_torch(ranks: int, cut: str, replicas: int) -> Case:
 
     payloads = [pickle.dumps(plan_of(rank)) for rank in range(ranks)]
     with case.timed("decode"):
-        plans = [pickle.loads(payload) for payload in payloads]  # the peer's own transport  # noqa: S301
+        plans = [pickle.loads(payload) for payload in payloads]  # the peer's own transport
     with case.timed("plan"):
         plans = dedup_save_plans(plans)
         plans, metadata = create_default_global_save_plan(plans)

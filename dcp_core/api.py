@@ -38,8 +38,8 @@ from dcp_core.planning.standard_save import StandardSavePlanner
 from dcp_core.plugins import activate_codecs, active_adapters
 from dcp_core.recipes.job import Job
 from dcp_core.recipes.load import LoadOptions, LoadRecipe
-from dcp_core.recipes.save import PLAN_CACHE, SaveOptions, SaveRecipe
 from dcp_core.recipes.read import read_tensor
+from dcp_core.recipes.save import PLAN_CACHE, SaveOptions, SaveRecipe
 
 __all__ = ["allow_pickled", "clear_plan_cache", "load", "read", "save"]
 
@@ -221,9 +221,7 @@ class _Committed:
         return self._source.objects(name)
 
 
-def _job(
-    adapter: Adapter | None, group: Any, no_dist: bool, use_collectives: bool
-) -> tuple[Job, BaseException | None]:
+def _job(adapter: Adapter | None, group: Any, no_dist: bool, use_collectives: bool) -> tuple[Job, BaseException | None]:
     """Find the group; what goes wrong with it on this rank alone cannot be told to others, and is raised."""
     activate_codecs()
     chosen: Adapter = NumpyAdapter() if adapter is None else adapter
@@ -282,5 +280,3 @@ def _check_broadcast(broadcast: object, groups: object, batch_bytes: object) -> 
 def _check_verify(verify: object) -> None:
     if not isinstance(verify, (bool, str)) or verify not in (True, False, "full"):
         raise ArgumentError(f'verify must be True, False or "full", found {verify!r}')
-
-

@@ -15,8 +15,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from importlib.metadata import EntryPoint
-from typing import Any, Generic, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from dcp_core.adapter import Adapter, AdapterSet, Describer
 from dcp_core.errors import AdapterError
@@ -32,6 +31,9 @@ from dcp_core.hookspecs import (
 from dcp_core.planning.leaves import LocalTensor
 from dcp_core.plugin_discovery import BUILT_IN, PluginRecord, discover, installed_plugins, read_plugin
 from dcp_core.storage.base import Storage
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 _E = TypeVar("_E", bound=Entry)
 

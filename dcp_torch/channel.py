@@ -9,13 +9,13 @@ process group that is destroyed and made again, in the same processes or new one
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import os
 import secrets
 import threading
 import weakref
 from collections.abc import Sequence
+from multiprocessing.util import Finalize
 from typing import Any
 
 import torch.distributed as dist
@@ -37,6 +37,7 @@ class _Job:
         self.process = os.getpid()
         self.groups: dict[tuple[int, ...], ProcessGroup] = {}
         self._default = weakref.ref(default_group, lambda _: self.leave())
+        Finalize(self, self.leave, exitpriority=0)  # also in children of multiprocessing, which skip atexit
 
     def serves(self, default_group: Any) -> bool:
         """Whether this is still the same process in the same job."""
@@ -193,9 +194,3 @@ def _own_host() -> str:
     import socket
 
     return socket.gethostname()
-
-
-@atexit.register
-def _leave_all() -> None:
-    while _jobs:
-        _jobs.pop().leave()

@@ -67,7 +67,7 @@ def assign_writers(
         return Assignment(writer, ())
     fair_share = float(nbytes.sum()) / ranks
     settled = (count == 1) | _kept_together(holder[first], nbytes, fair_share)
-    booked = np.bincount(holder[first[settled]], weights=nbytes[settled], minlength=ranks)
+    booked = np.bincount(holder[first[settled]], weights=nbytes[settled], minlength=ranks).astype(np.float64)
     open_boxes = np.flatnonzero(~settled)
     order = open_boxes[np.argsort(-nbytes[open_boxes], kind="stable")]
     if not len(order):

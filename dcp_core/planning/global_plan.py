@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +24,7 @@ from dcp_core.planning.local_table import PER_RANK, TENSOR
 from dcp_core.planning.replicas import UniqueBoxes, box_nbytes, check_coverage, find_unique_boxes, gather
 
 Mask = npt.NDArray[np.bool_]
+_Text = TypeVar("_Text", str, bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +156,8 @@ def choose_regions(table: GlobalTable, divergence: Divergence, options: PlanOpti
 def tied_entries(table: GlobalTable, divergence: Divergence) -> Mask:
     """Entries whose bytes are those of another entry. Shape (T,)."""
     itself = table.tied_to == np.arange(len(table.tied_to))
-    return ~itself & ~divergence.entry & ~divergence.entry[table.tied_to]
+    tied: Mask = ~itself & ~divergence.entry & ~divergence.entry[table.tied_to]
+    return tied
 
 
 def _whole_regions(table: GlobalTable, held: Int64, *, own: bool) -> RegionColumns:
@@ -292,10 +295,8 @@ def describe_tensors(plan: GlobalPlan, files: FileRows) -> tuple[TensorColumns, 
     )  # fmt: skip
 
 
-def _take(values: tuple[str, ...] | tuple[bytes, ...], rows: Int64) -> tuple[str, ...] | tuple[bytes, ...]:
-    if len(rows) == len(values):
-        return values
-    return tuple(values[row] for row in rows.tolist())  # type: ignore[return-value]  # one element type throughout
+def _take(values: tuple[_Text, ...], rows: Int64) -> tuple[_Text, ...]:
+    return tuple(values[row] for row in rows.tolist())
 
 
 def _tensor_rows(table: GlobalTable, divergence: Divergence, entry: Int64, owner: Int64) -> tuple[Int64, Int64, Int64]:

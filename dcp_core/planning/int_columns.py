@@ -8,20 +8,21 @@ from __future__ import annotations
 
 import struct
 import zlib
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from dcp_core.errors import CoordinationError
 
-Array = npt.NDArray[np.generic]
+Array = npt.NDArray[Any]
 
 _HEAD = struct.Struct("<BBBxIIII")
-_WIDTHS = (np.dtype("<u1"), np.dtype("<u2"), np.dtype("<u4"), np.dtype("<u8"))
+_WIDTHS: tuple[np.dtype[Any], ...] = tuple(np.dtype(name) for name in ("<u1", "<u2", "<u4", "<u8"))
 _DEFLATE_FROM = 256
 
 
-def encode_column(values: npt.NDArray[np.integer[npt.NBitBase]] | Array) -> bytes:
+def encode_column(values: npt.NDArray[Any]) -> bytes:
     """Flatten an array of non-negative integers of one or two dimensions.
 
     A two-dimensional array is written column by column, which deflates better.

@@ -220,7 +220,9 @@ class LoadPlan:
         tensors = [item for item in chosen if item.type is ItemType.TENSOR]
         for item in tensors:
             if (item.dest_index.fqn, item.dest_index.index) not in index or item.storage_index.index is None:
-                raise PlanningError(f"{item.dest_index.fqn!r}: derive the items of a load plan from those of the plan before")
+                raise PlanningError(
+                    f"{item.dest_index.fqn!r}: derive the items of a load plan from those of the plan before"
+                )
         tensors.sort(key=lambda item: index[item.dest_index.fqn, item.dest_index.index or 0])
         width = self.reads.offsets.shape[1]
         offsets, sizes = np.zeros((len(tensors), width), dtype=np.int64), np.ones((len(tensors), width), dtype=np.int64)

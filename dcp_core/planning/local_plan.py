@@ -63,7 +63,7 @@ def read_state(state: Mapping[Any, Any], describe: Describe) -> LocalState:
     Raises:
         UnsupportedValueError: A value that cannot be stored, named by its key.
     """
-    known: dict[int, LocalTensor | None | DcpError] = {}
+    known: dict[int, LocalTensor | DcpError | None] = {}
 
     def look(value: Any) -> bool:
         if type(value) in _PLAIN_TYPES:
@@ -85,7 +85,7 @@ def read_state(state: Mapping[Any, Any], describe: Describe) -> LocalState:
     return LocalState(tuple(leaves), flat)
 
 
-def _describe(value: Any, describe: Describe) -> LocalTensor | None | DcpError:
+def _describe(value: Any, describe: Describe) -> LocalTensor | DcpError | None:
     """Describe a value; an error is kept until its key is known."""
     try:
         return describe(value)
@@ -129,8 +129,9 @@ def tabulate(
         if compare and columns[3, row] & COMPARED:
             values[row] = _digest_words(leaf, value_digest)
     return LocalTable(
-        tuple(encode_path(leaf.path) for leaf in leaves), *columns, counts, _aliases(leaves), shape, offsets, sizes, values
-    )
+        tuple(encode_path(leaf.path) for leaf in leaves), columns[0], columns[1], columns[2], columns[3], counts,
+        _aliases(leaves), shape, offsets, sizes, values,
+    )  # fmt: skip
 
 
 def _object_columns(value: Any, needs_pickle: Callable[[Any], bool]) -> tuple[int, int, int, int]:
@@ -148,7 +149,9 @@ def _digest_words(leaf: Leaf, value_digest: Callable[[Any], int]) -> tuple[int, 
     if leaf.tensor is None:
         digest = value_digest(leaf.value)
     else:
-        digest = xxhash.xxh3_128_intdigest(b"".join(region_bytes(leaf.tensor, i) for i in range(len(leaf.tensor.boxes))))
+        digest = xxhash.xxh3_128_intdigest(
+            b"".join(region_bytes(leaf.tensor, i) for i in range(len(leaf.tensor.boxes)))
+        )
     return digest & _LOW_WORD, digest >> 64
 
 

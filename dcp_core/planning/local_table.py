@@ -200,9 +200,9 @@ def decode_common(blob: bytes | memoryview) -> CommonSection:
     for _ in range(7):
         column, at = decode_column(blob, at)
         columns.append(column)
-    small = [column.astype(np.uint8) for column in columns[:4]]
+    kind, dtype, ndim, flags = (column.astype(np.uint8) for column in columns[:4])
     boxes, alias, shape = (column.astype(np.int64) for column in columns[4:])
-    return CommonSection(paths, *small, boxes, alias, shape)
+    return CommonSection(paths, kind, dtype, ndim, flags, boxes, alias, shape)
 
 
 def decode_table(payload: bytes) -> LocalTable:

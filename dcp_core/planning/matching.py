@@ -124,7 +124,9 @@ def _check_dtype(name: str, stored: DType, target: DType, cast: str) -> str:
     allowed = {"exact": ("same",), "auto": ("same", "lossless", "lossy")}.get(cast, (kind,))
     if kind in allowed:
         return kind
-    remedy = "make the target with the stored dtype" + ("" if cast == "exact" else ', or pass cast="any" to the planner')
+    remedy = "make the target with the stored dtype" + (
+        "" if cast == "exact" else ', or pass cast="any" to the planner'
+    )
     raise DTypeMismatchError(
         f"{name!r}: the checkpoint has {stored.name}, the target {target.name}, and cast={cast!r} does not convert "
         f"one into the other; {remedy}"
@@ -142,8 +144,9 @@ def find_entries(metadata: Metadata, path: StatePath) -> tuple[Sequence[StoredTe
         names = []
     for name in (*names, canonical_name(path)):
         tensors, objects = list(source.tensors(name)), list(source.objects(name))
-        if any(entry.path == path for entry in (*tensors, *objects)):
-            return [t for t in tensors if t.path == path], [o for o in objects if o.path == path]
+        exact = [t for t in tensors if t.path == path], [o for o in objects if o.path == path]
+        if exact[0] or exact[1]:
+            return exact
         candidates.append((tensors, objects))
     return candidates[0] if names else ([], [])
 

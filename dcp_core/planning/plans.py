@@ -287,5 +287,3 @@ def name_chunks(items: Sequence[WriteItem]) -> list[str]:
 
 def _with_offsets(name: str, offset: tuple[int, ...]) -> str:
     return f"{name}@{','.join(map(str, offset))}"
-
-

@@ -15,8 +15,6 @@ from dcp_core.planning.load_plan import Mask, ReadColumns, Wanted
 from dcp_core.planning.tiling import check_tiling
 
 
-
-
 def intersect_chunks(wanted: Sequence[Wanted], own_file: Callable[[ChunkColumns], Mask]) -> ReadColumns:
     """Find the regions that fill the wanted boxes.
 
@@ -69,7 +67,8 @@ def _one_copy_each(chunks: ChunkColumns, rows: Int64, own_file: Callable[[ChunkC
     group = np.concatenate([[0], np.cumsum(~same)])
     order = np.lexsort((np.arange(len(rows)), ~own_file(chunks)[rows], group))
     first = np.concatenate([[True], group[order][1:] != group[order][:-1]])
-    return rows[order][first]
+    kept: Int64 = rows[order][first]
+    return kept
 
 
 def _check_filled(wanted: Sequence[Wanted], reads: ReadColumns, width: int) -> None:
@@ -87,7 +86,9 @@ def _check_filled(wanted: Sequence[Wanted], reads: ReadColumns, width: int) -> N
     for fault in faults:
         item = wanted[fault.tensor]
         offsets = tuple(a + b for a, b in zip(item.box.offsets, fault.box.offsets, strict=True))
-        problem = "the checkpoint has nothing for" if fault.kind == "hole" else "the checkpoint has chunks that overlap in"
+        problem = (
+            "the checkpoint has nothing for" if fault.kind == "hole" else "the checkpoint has chunks that overlap in"
+        )
         lines.append(f"{item.name!r} of shape {item.stored.shape}: {problem} offsets {offsets} sizes {fault.box.sizes}")
     error = CoverageError if all(fault.kind == "hole" for fault in faults) else OverlapError
     raise error("; ".join(lines) + " (was every rank's part saved here?)")

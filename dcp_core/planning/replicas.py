@@ -55,7 +55,8 @@ def element_strides(shape: Int64) -> Int64:
     """Row-major strides in elements. Shape (T, D)."""
     ones = np.ones((len(shape), 1), dtype=np.int64)
     tail = np.concatenate([shape[:, 1:], ones], axis=1) if shape.shape[1] else shape
-    return np.cumprod(np.maximum(tail, 1)[:, ::-1], axis=1)[:, ::-1]
+    strides: Int64 = np.cumprod(np.maximum(tail, 1)[:, ::-1], axis=1)[:, ::-1]
+    return strides
 
 
 def gather(columns: Int64, rows: Int64) -> Int64:
@@ -161,7 +162,7 @@ def _describe_unique(table: GlobalTable, boxes: UniqueBoxes, unique: int) -> str
 
 def box_nbytes(table: GlobalTable, boxes: UniqueBoxes) -> Int64:
     """Bytes of each unique box. Shape (U,)."""
-    nbytes = ITEMSIZE[table.dtype[boxes.entry]]
+    nbytes: Int64 = ITEMSIZE[table.dtype[boxes.entry]]
     for column in boxes.sizes.T:
         nbytes = nbytes * column
     return nbytes

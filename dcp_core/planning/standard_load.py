@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, cast as as_type
+from typing import Any
+from typing import cast as as_type
 
 import numpy as np
 import numpy.typing as npt

@@ -87,7 +87,8 @@ def check_arguments(agreements: Sequence[Agreement], arguments: Mapping[str, obj
     lines = []
     for position, (name, value) in enumerate(arguments.items()):
         expected = agreements[0].arguments[position]
-        others = [rank for rank, part in enumerate(agreements) if part.arguments[position : position + 1] != (expected,)]
+        given = [part.arguments[position : position + 1] for part in agreements]
+        others = [rank for rank, digest in enumerate(given) if digest != (expected,)]
         if others:
             shown = ", ".join(map(str, others[:8])) + (" and more" if len(others) > 8 else "")
             text = repr(value)

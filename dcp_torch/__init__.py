@@ -1,0 +1,108 @@
+"""Distributed checkpoints for torch: save a sharded state, load it under any other layout.
+
+>>> import dcp_torch
+>>> dcp_torch.save({"model": model}, checkpoint_id="step_1000")    # doctest: +SKIP
+>>> dcp_torch.load({"model": model}, checkpoint_id="step_1000")    # doctest: +SKIP
+"""
+
+from __future__ import annotations
+
+from dcp_core import __version__
+from dcp_core.api import allow_pickled, clear_plan_cache, read
+from dcp_core.box import Box
+from dcp_core.errors import (
+    AdapterError,
+    ArgumentError,
+    ArgumentsDifferError,
+    CoordinationError,
+    CoordinationTimeoutError,
+    CorruptError,
+    CoverageError,
+    DcpError,
+    DTypeMismatchError,
+    FormatError,
+    IncompleteError,
+    InDoubtError,
+    MissingKeysError,
+    MissingRendezvousError,
+    NewerVersionError,
+    NotFoundError,
+    OverlapError,
+    PlanningError,
+    RankFailedError,
+    ShapeMismatchError,
+    StorageError,
+    UnsupportedValueError,
+    UntrustedObjectError,
+)
+from dcp_core.execution.filesystem import FileSystemReader, FileSystemWriter
+from dcp_core.execution.interfaces import StorageReader, StorageWriter
+from dcp_core.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+from dcp_core.planning.items import ReadItem, WriteItem
+from dcp_core.planning.load_plan import LoadPlan
+from dcp_core.planning.planners import LoadPlanner, SavePlanner
+from dcp_core.planning.plans import SavePlan
+from dcp_core.planning.standard_load import StandardLoadPlanner
+from dcp_core.planning.standard_save import StandardSavePlanner
+from dcp_core.state_path import PerRank
+from dcp_torch.annotate import ChunkInfo, annotate_shard
+from dcp_torch.api import load, save
+
+__all__ = [
+    "AdapterError",
+    "ArgumentError",
+    "ArgumentsDifferError",
+    "Box",
+    "BytesStorageMetadata",
+    "ChunkInfo",
+    "ChunkStorageMetadata",
+    "CoordinationError",
+    "CoordinationTimeoutError",
+    "CorruptError",
+    "CoverageError",
+    "DTypeMismatchError",
+    "DcpError",
+    "FileSystemReader",
+    "FileSystemWriter",
+    "FormatError",
+    "InDoubtError",
+    "IncompleteError",
+    "LoadPlan",
+    "LoadPlanner",
+    "Metadata",
+    "MetadataIndex",
+    "MissingKeysError",
+    "MissingRendezvousError",
+    "NewerVersionError",
+    "NotFoundError",
+    "OverlapError",
+    "PerRank",
+    "PlanningError",
+    "RankFailedError",
+    "ReadItem",
+    "SavePlan",
+    "SavePlanner",
+    "ShapeMismatchError",
+    "StandardLoadPlanner",
+    "StandardSavePlanner",
+    "StorageError",
+    "StorageReader",
+    "StorageWriter",
+    "TensorStorageMetadata",
+    "UnsupportedValueError",
+    "UntrustedObjectError",
+    "WriteItem",
+    "__version__",
+    "allow_pickled",
+    "annotate_shard",
+    "clear_plan_cache",
+    "load",
+    "read",
+    "save",
+]
