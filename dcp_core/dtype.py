@@ -162,7 +162,7 @@ def _float_fits(source: DType, target: DType) -> bool:
 
 def _integer_fits(source: DType, target: DType) -> bool:
     if source.kind is Kind.BOOL:
-        return target.kind in (Kind.SIGNED, Kind.UNSIGNED, Kind.FLOAT)
+        return target.kind in (Kind.SIGNED, Kind.UNSIGNED) or (target.kind is Kind.FLOAT and target.mantissa > 0)
     if source.kind is Kind.UNSIGNED:
         if target.kind in (Kind.SIGNED, Kind.UNSIGNED):
             return target.mantissa >= source.mantissa

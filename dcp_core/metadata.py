@@ -244,16 +244,24 @@ class MetadataSource(Protocol):
     """What can answer for a checkpoint's description: columns in memory, or a `.metadata` file read by ranges."""
 
     @property
-    def writer(self) -> WriterRecord: ...
+    def writer(self) -> WriterRecord:
+        """Who wrote it."""
+        ...
 
     @property
-    def save(self) -> SaveRecord: ...
+    def save(self) -> SaveRecord:
+        """Which save wrote it."""
+        ...
 
     @property
-    def files(self) -> FileColumns: ...
+    def files(self) -> FileColumns:
+        """The data files."""
+        ...
 
     @property
-    def nesting(self) -> Nesting: ...
+    def nesting(self) -> Nesting:
+        """How the state was nested."""
+        ...
 
     def names(self) -> Sequence[str]:
         """Every name, tensors and objects, in UTF-8 order, each once."""

@@ -7,52 +7,57 @@
 
 from __future__ import annotations
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from dcp_core import __version__
-from dcp_core.api import allow_pickled, clear_plan_cache, read
-from dcp_core.box import Box
-from dcp_core.errors import (
-    AdapterError,
-    ArgumentError,
-    ArgumentsDifferError,
-    CoordinationError,
-    CoordinationTimeoutError,
-    CorruptError,
-    CoverageError,
-    DcpError,
-    DTypeMismatchError,
-    FormatError,
-    IncompleteError,
-    InDoubtError,
-    MissingKeysError,
-    MissingRendezvousError,
-    NewerVersionError,
-    NotFoundError,
-    OverlapError,
-    PlanningError,
-    RankFailedError,
-    ShapeMismatchError,
-    StorageError,
-    UnsupportedValueError,
-    UntrustedObjectError,
-)
-from dcp_core.execution.filesystem import FileSystemReader, FileSystemWriter
-from dcp_core.execution.interfaces import StorageReader, StorageWriter
-from dcp_core.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorStorageMetadata,
-)
-from dcp_core.planning.items import ReadItem, WriteItem
-from dcp_core.planning.load_plan import LoadPlan
-from dcp_core.planning.planners import LoadPlanner, SavePlanner
-from dcp_core.planning.plans import SavePlan
-from dcp_core.planning.standard_load import StandardLoadPlanner
-from dcp_core.planning.standard_save import StandardSavePlanner
-from dcp_core.state_path import PerRank
-from dcp_torch.annotate import ChunkInfo, annotate_shard
-from dcp_torch.api import load, save
+
+if TYPE_CHECKING:
+    from dcp_core.api import allow_pickled, clear_plan_cache, read
+    from dcp_core.box import Box
+    from dcp_core.errors import (
+        AdapterError,
+        ArgumentError,
+        ArgumentsDifferError,
+        CoordinationError,
+        CoordinationTimeoutError,
+        CorruptError,
+        CoverageError,
+        DcpError,
+        DTypeMismatchError,
+        FormatError,
+        IncompleteError,
+        InDoubtError,
+        MissingKeysError,
+        MissingRendezvousError,
+        NewerVersionError,
+        NotFoundError,
+        OverlapError,
+        PlanningError,
+        RankFailedError,
+        ShapeMismatchError,
+        StorageError,
+        UnsupportedValueError,
+        UntrustedObjectError,
+    )
+    from dcp_core.execution.filesystem import FileSystemReader, FileSystemWriter
+    from dcp_core.execution.interfaces import StorageReader, StorageWriter
+    from dcp_core.metadata import (
+        BytesStorageMetadata,
+        ChunkStorageMetadata,
+        Metadata,
+        MetadataIndex,
+        TensorStorageMetadata,
+    )
+    from dcp_core.planning.items import ReadItem, WriteItem
+    from dcp_core.planning.load_plan import LoadPlan
+    from dcp_core.planning.planners import LoadPlanner, SavePlanner
+    from dcp_core.planning.plans import SavePlan
+    from dcp_core.planning.standard_load import StandardLoadPlanner
+    from dcp_core.planning.standard_save import StandardSavePlanner
+    from dcp_core.state_path import PerRank
+    from dcp_torch.annotate import ChunkInfo, annotate_shard
+    from dcp_torch.api import load, save
 
 __all__ = [
     "AdapterError",
@@ -106,3 +111,89 @@ __all__ = [
     "read",
     "save",
 ]
+
+_HOMES = {
+    "dcp_core.api": (
+        "allow_pickled",
+        "clear_plan_cache",
+        "read",
+    ),
+    "dcp_core.box": ("Box",),
+    "dcp_core.errors": (
+        "AdapterError",
+        "ArgumentError",
+        "ArgumentsDifferError",
+        "CoordinationError",
+        "CoordinationTimeoutError",
+        "CorruptError",
+        "CoverageError",
+        "DTypeMismatchError",
+        "DcpError",
+        "FormatError",
+        "InDoubtError",
+        "IncompleteError",
+        "MissingKeysError",
+        "MissingRendezvousError",
+        "NewerVersionError",
+        "NotFoundError",
+        "OverlapError",
+        "PlanningError",
+        "RankFailedError",
+        "ShapeMismatchError",
+        "StorageError",
+        "UnsupportedValueError",
+        "UntrustedObjectError",
+    ),
+    "dcp_core.execution.filesystem": (
+        "FileSystemReader",
+        "FileSystemWriter",
+    ),
+    "dcp_core.execution.interfaces": (
+        "StorageReader",
+        "StorageWriter",
+    ),
+    "dcp_core.metadata": (
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "TensorStorageMetadata",
+    ),
+    "dcp_core.planning.items": (
+        "ReadItem",
+        "WriteItem",
+    ),
+    "dcp_core.planning.load_plan": ("LoadPlan",),
+    "dcp_core.planning.planners": (
+        "LoadPlanner",
+        "SavePlanner",
+    ),
+    "dcp_core.planning.plans": ("SavePlan",),
+    "dcp_core.planning.standard_load": ("StandardLoadPlanner",),
+    "dcp_core.planning.standard_save": ("StandardSavePlanner",),
+    "dcp_core.state_path": ("PerRank",),
+    "dcp_torch.annotate": (
+        "ChunkInfo",
+        "annotate_shard",
+    ),
+    "dcp_torch.api": (
+        "load",
+        "save",
+    ),
+}
+
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is first used: plugin discovery imports this package, and torch is heavy."""
+    home = _HOME_OF.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

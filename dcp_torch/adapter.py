@@ -52,7 +52,9 @@ class TorchAdapter:
         """The part of a view that `box` selects, sharing its memory."""
         if box.sizes == tuple(view.shape):
             return view
-        return view.detach()[tuple(slice(start, start + size) for start, size in zip(box.offsets, box.sizes, strict=True))]
+        return view.detach()[
+            tuple(slice(start, start + size) for start, size in zip(box.offsets, box.sizes, strict=True))
+        ]
 
     def writable_problem(self, view: torch.Tensor) -> str | None:
         """Why a view cannot be the target of a load (its elements share memory), or None."""

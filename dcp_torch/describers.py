@@ -121,9 +121,7 @@ def _describe_annotated(memory: torch.Tensor, chunk: ChunkInfo, access: TensorAc
         start = chunk.offsets[0]
         boxes = flat_range_to_boxes(chunk.global_shape, start, start + chunk.sizes[0])
         views = _cut_flat(memory, boxes)
-    return _described(
-        chunk.global_shape, memory, boxes, views, access, replica_ranks=chunk.replica_ranks
-    )
+    return _described(chunk.global_shape, memory, boxes, views, access, replica_ranks=chunk.replica_ranks)
 
 
 def _cut_flat(memory: torch.Tensor, boxes: Sequence[Box]) -> list[torch.Tensor]:

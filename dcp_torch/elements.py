@@ -144,9 +144,7 @@ def writable_problem(tensor: torch.Tensor) -> str | None:
     >>> writable_problem(torch.zeros(1, 3).expand(2, 3)) is None, writable_problem(torch.zeros(2, 3)) is None
     (False, True)
     """
-    walked = sorted(
-        (stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1
-    )
+    walked = sorted((stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1)
     if tensor.numel() == 0 or not walked:
         return None
     reach = 0

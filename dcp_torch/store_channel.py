@@ -26,6 +26,7 @@ _FIRST_BLOCKING_SECONDS = 10.0
 _BLOCKING_SECONDS = 60.0
 _SHORT_WAIT_SECONDS = 2.0
 _DRAIN_SECONDS = 2.0
+_DRAIN_PAUSE_SECONDS = 0.002
 
 
 class StoreChannel:
@@ -111,7 +112,7 @@ class StoreChannel:
             posted = sorted(self._posted)
         for name in posted:
             while not self._is_read(store, name) and time.monotonic() < deadline:
-                time.sleep(_LONGEST_PAUSE_SECONDS)
+                time.sleep(_DRAIN_PAUSE_SECONDS)
 
     def _is_read(self, store: Any, name: str) -> bool:
         return not store.check([name]) or store.add(_readers(name), 0) >= self.world_size - 1

@@ -157,7 +157,7 @@ class ColumnReader:
             raise self.corrupt(f"integer coding {coding} with width {width} is unknown")
         delta = bool(coding & _DELTA)
         length = max(count - 1, 0) if delta else count
-        self._check_expansion(count * max(width, 1), stored_nbytes)
+        self._check_expansion(length * max(width, 1), stored_nbytes)
         raw = self._take(stored_nbytes, length * width, bool(coding & _COMPRESSED))
         values = _widen(raw, width, length, np.uint64(base % 2**64))
         if delta:
@@ -273,7 +273,7 @@ def exclusive_sums(lengths: Int64) -> Int64:
 def _width(residual: UInt64) -> int:
     largest = int(residual.max()) if len(residual) else 0
     width = next(width for width in _WIDTHS if largest < 1 << (8 * width))
-    return max(width, 1) if len(residual) >= FREE_NBYTES else width
+    return max(width, 1) if len(residual) > FREE_NBYTES else width
 
 
 def _planes(residual: UInt64, width: int) -> bytes:

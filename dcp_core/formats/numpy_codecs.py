@@ -18,6 +18,8 @@ from dcp_core.formats.object_codecs import ObjectCodec, register_codec
 _SIMPLE_DTYPE = re.compile(r"[<>|=][?bhilqBHILQefdgFDGiufcSUVmM][0-9]{0,9}(?:\[[0-9]{0,9}[a-zA-Z]{1,2}\])?|\|b1")
 _CHARACTERS = "?bhilqBHILQefdgFDGSUVMm"
 _MAX_CODE_POINT = 0x10FFFF
+_X87_MANTISSA = 63
+_X87_NBYTES = 10
 
 
 class _NotPlainError(Exception):
@@ -103,13 +105,24 @@ def _checked_shape(shape: Any) -> tuple[int, ...]:
 
 
 def _without_padding(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Structures may have gaps between their fields: make them zero, not whatever memory held."""
+    """Structures have gaps, long doubles unused bytes: make them zero, not whatever memory held."""
+    if array.dtype.char in "gG":
+        return _clean_long_doubles(array)
     if array.dtype.names is None:
         return array
     clean = np.zeros(array.shape, array.dtype)
     for name in array.dtype.names:
         clean[name] = _without_padding(array[name])
     return clean
+
+
+def _clean_long_doubles(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    if np.finfo(np.longdouble).nmant != _X87_MANTISSA:
+        return array
+    raw = np.frombuffer(array.tobytes(), np.uint8).reshape(-1, np.dtype("g").itemsize).copy()
+    unused = slice(None, -_X87_NBYTES) if array.dtype.str[0] == ">" else slice(_X87_NBYTES, None)
+    raw[:, unused] = 0
+    return np.ndarray(array.shape, array.dtype, buffer=raw.tobytes())
 
 
 def _encode_scalar(scalar: np.generic) -> object:

@@ -12,6 +12,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -112,7 +113,7 @@ def decode_paths(blob: bytes | memoryview, offset: int = 0) -> tuple[tuple[bytes
     text = zlib.decompress(memoryview(blob)[start : start + nbytes])
     lengths, end = decode_column(blob, start + nbytes)
     bounds = [0, *np.cumsum(lengths, dtype=np.int64).tolist()]
-    return tuple(text[a:b] for a, b in zip(bounds, bounds[1:], strict=False)), end
+    return tuple(text[a:b] for a, b in pairwise(bounds)), end
 
 
 def encode_table(table: LocalTable) -> EncodedTable:

@@ -137,6 +137,8 @@ def exactly(value: Any) -> Any:
     if isinstance(value, (float, complex)) and kind in (float, complex):
         parts = [value] if kind is float else [value.real, value.imag]
         return kind, [struct.pack("<d", part) for part in parts]
+    if isinstance(value, (np.ndarray, np.generic)) and value.dtype.char in "gG":
+        return kind, value.dtype, repr(value)
     if isinstance(value, np.ndarray):
         return kind, value.dtype.str, value.dtype, value.dtype.char, value.shape, value.tobytes()
     if isinstance(value, np.generic):
@@ -267,6 +269,8 @@ EXACT: list[Any] = [
     np.datetime64("NaT"),
     np.datetime64(5, "25s"),
     np.longdouble(1.5),
+    np.array([1.5, 2**-70], ">g"),
+    np.array([[1.5j]], "G"),
     np.array(3, ">i2"),
     np.array(["a", "\U0001f600"], "<U2"),
     np.zeros((0, 5), "M8[us]"),
@@ -300,6 +304,14 @@ def test_gaps_between_fields_do_not_leak_memory_into_the_encoding() -> None:
     clean = np.zeros(4, dtype)
     clean["a"], clean["b"] = dirty["a"], dirty["b"]
     assert encode_value(dirty) == encode_value(clean)
+
+
+def test_unused_bytes_of_long_doubles_do_not_leak_memory_into_the_encoding() -> None:
+    for dtype in ("<g", ">g", "<G"):
+        array = np.full(100, 1.5, dtype)
+        dirty: Any = np.ndarray((100,), dtype, buffer=os.urandom(array.nbytes)).copy()
+        dirty[:] = array
+        assert encode_value(dirty) == encode_value(array)
 
 
 def test_the_encoding_of_a_set_does_not_depend_on_the_hash_seed() -> None:

@@ -315,4 +315,3 @@ def test_what_cannot_be_stored_is_refused_with_what_to_do(make: Any, words: str)
 @pytest.mark.parametrize("value", [1, 2.0, "x", None, [1], np.ones(3), torch.float32, torch.Size([1])])
 def test_values_that_are_no_tensors_are_left_to_others(value: object) -> None:
     assert ADAPTER.describe(value) is None
-

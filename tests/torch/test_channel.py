@@ -31,9 +31,7 @@ ADAPTER = TorchAdapter()
 
 def exchanged(group: ProcessGroup, payload: bytes, timeout_seconds: float = 20.0) -> list[bytes]:
     """What all ranks of the group handed in."""
-    exchange = Exchange(
-        group.rank, group.world_size, group.channel, key=group.key, timeout_seconds=timeout_seconds
-    )
+    exchange = Exchange(group.rank, group.world_size, group.channel, key=group.key, timeout_seconds=timeout_seconds)
     answer = exchange.run("test", payload, compute=lambda payloads: b"|".join(payloads))
     return answer.split(b"|")
 
@@ -178,19 +176,19 @@ def test_subgroups_talk_among_themselves() -> None:
     assert len({key for of_rank in keys for key in of_rank}) == 3
 
 
-def check_reinit(rank: TorchRank, kind: str, address: str) -> list[str]:
+def check_reinit(rank: TorchRank, kind: str, addresses: list[str]) -> list[str]:
     keys = []
-    for life in range(3):
+    for life, address in enumerate(addresses):
         arguments: dict[str, Any] = {"rank": rank.rank, "world_size": rank.world_size}
         if kind == "file":
-            arguments["init_method"] = f"file://{address}-{life}"
+            arguments["init_method"] = f"file://{address}"
         elif kind == "tcp":
             arguments["init_method"] = f"tcp://127.0.0.1:{address}"
         else:
             os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=address)
         dist.init_process_group("gloo", timeout=timedelta(seconds=30), **arguments)
         keys.append(ADAPTER.process_group().key)
-        for _ in range(1 + life + 0 * rank.rank):
+        for _ in range(1 + life):
             assert len(joined(rank=rank.rank)) == rank.world_size
         # The first rank hosts the store and leaves at once; the others still get their answers.
         dist.destroy_process_group()
@@ -200,8 +198,8 @@ def check_reinit(rank: TorchRank, kind: str, address: str) -> list[str]:
 
 @pytest.mark.parametrize("kind", ["file", "tcp", "env"])
 def test_a_job_that_is_made_again_has_a_channel_of_its_own(kind: str, tmp_path: Path) -> None:
-    address = str(tmp_path / "rendezvous") if kind == "file" else str(free_port())
-    keys = run_gloo(check_reinit, 3, kind, address, init=False)
+    addresses = [str(tmp_path / f"life{life}") if kind == "file" else str(free_port()) for life in range(3)]
+    keys = run_gloo(check_reinit, 3, kind, addresses, init=False)
     assert keys[0] == keys[1] == keys[2]
     assert len(set(keys[0])) == 3
 

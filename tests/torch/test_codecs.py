@@ -15,14 +15,21 @@ from dcp_torch import codecs
 
 @pytest.fixture(autouse=True, scope="module")
 def torch_codecs() -> Iterator[None]:
-    factories = (codecs.tensor_codec, codecs.parameter_codec, codecs.size_codec, codecs.dtype_codec, codecs.device_codec)
+    factories = (
+        codecs.tensor_codec,
+        codecs.parameter_codec,
+        codecs.size_codec,
+        codecs.dtype_codec,
+        codecs.device_codec,
+    )
     for factory in factories:
         register_codec(factory())
     yield
 
 
 @pytest.mark.parametrize(
-    "value", [torch.Size([2, 3]), torch.Size([]), torch.float32, torch.bfloat16, torch.device("cuda", 1), torch.device("cpu")]
+    "value",
+    [torch.Size([2, 3]), torch.Size([]), torch.float32, torch.bfloat16, torch.device("cuda", 1), torch.device("cpu")],
 )
 def test_plain_torch_values_come_back_equal(value: object) -> None:
     assert not needs_pickle([value])

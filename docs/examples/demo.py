@@ -1,0 +1,246 @@
+"""Save a training job on 4 ranks, go on in other layouts: `python docs/examples/demo.py`.
+
+A small transformer trains with AdamW on 4 processes, FSDP2 x tensor parallelism on a 2 x 2 mesh. It is saved, and
+trains on. Fresh jobs then load that checkpoint under the same layout and under others, and go on from it: on 2 ranks
+with FSDP, on 4 ranks with tensor parallelism, in one process without any. What has to hold is checked, and the exit
+status says whether it does:
+
+- straight after a load, every weight and every value of the optimizer has the bits that were saved;
+- in the layout that was saved, the losses that follow have the same bits, too;
+- in another layout they agree to `TOLERANCE`: there, sums run over other parts in another order (rows of a batch over
+  FSDP ranks, columns of a matrix over tensor-parallel ranks), and floating-point addition is not associative.
+
+`TrainingRun` is the part to copy. All processes run on this machine and talk over its loopback interface.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+import torch.nn.functional as F  # noqa: N812 - as torch's own examples call it
+from demo_model import Layout, ModelSizes, Transformer, parallelize
+from demo_report import Outcome, Report
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.tensor import DTensor
+
+import dcp_torch as dcp
+
+SAVED = Layout("FSDP 2 x TP 2", fsdp=2, tp=2)
+RESUMED = (
+    SAVED,
+    Layout("FSDP 2", fsdp=2, tp=1),
+    Layout("TP 4", fsdp=1, tp=4),
+    Layout("one process", fsdp=1, tp=1),
+)
+WARM_UP_STEPS, STEPS, MORE_STEPS = 2, 4, 4
+TOLERANCE = 1e-4  # relative, for the losses of another layout
+BATCH = 8
+STRIDE = 7  # what there is to learn: each token is the one before it plus this
+
+
+# -- the training job -------------------------------------------------------------------------------------------------
+
+
+class TrainingRun:
+    """A model in training and all that is needed to go on with it.
+
+    It has `state_dict` and `load_state_dict`, so `dcp.save({"run": run})` and `dcp.load({"run": run})` take it as it
+    is. Neither mentions the layout: the sharded tensors know it.
+    """
+
+    def __init__(self, layout: Layout, seed: int) -> None:
+        torch.manual_seed(seed)
+        self.sizes = ModelSizes()
+        self.model = Transformer(self.sizes)
+        self.mesh = parallelize(self.model, layout)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
+        self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, T_max=100)
+        self.step = 0
+        self.losses = [float("nan")]  # the loss before the first step is not known
+
+    def state_dict(self) -> dict[str, Any]:
+        # For a fresh optimizer, get_state_dict makes the moments that a checkpoint is loaded into.
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return {
+            "model": model,
+            "optimizer": optimizer,
+            "scheduler": self.scheduler.state_dict(),
+            "step": self.step,
+            "losses": self.losses,
+            "rng": torch.get_rng_state(),  # the same on all ranks here; dcp.PerRank(...) where each has its own
+            "config": {"model": asdict(self.sizes), "batch": {"rows": BATCH, "stride": STRIDE}},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        set_state_dict(
+            self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+        )
+        self.scheduler.load_state_dict(dict(state["scheduler"]))
+        self.step = state["step"]
+        self.losses = list(state["losses"])
+        torch.set_rng_state(state["rng"])
+        if state["config"]["model"] != asdict(self.sizes):
+            raise ValueError(f"the checkpoint is of a model of {state['config']['model']}, not {asdict(self.sizes)}")
+
+    def train(self, steps: int) -> None:
+        for _ in range(steps):
+            tokens = self._my_rows(_global_batch(self.sizes))
+            self.optimizer.zero_grad()
+            logits = self.model(tokens[:, :-1])
+            loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+            loss.backward()
+            self.optimizer.step()
+            self.scheduler.step()
+            self.step += 1
+            self.losses.append(self._mean_over_fsdp(loss.detach()).item())
+
+    def _my_rows(self, batch: Tensor) -> Tensor:
+        if self.mesh is None:
+            return batch
+        return batch.chunk(self.mesh["fsdp"].size())[self.mesh["fsdp"].get_local_rank()]
+
+    def _mean_over_fsdp(self, loss: Tensor) -> Tensor:
+        if self.mesh is None:
+            return loss
+        dist.all_reduce(loss, group=self.mesh["fsdp"].get_group())
+        return loss / self.mesh["fsdp"].size()
+
+
+def _global_batch(sizes: ModelSizes) -> Tensor:
+    """The whole batch of a step, drawn on every rank from the one random state that the checkpoint carries."""
+    starts = torch.randint(sizes.vocabulary, (BATCH, 1))
+    return (starts + STRIDE * torch.arange(sizes.context + 1)) % sizes.vocabulary
+
+
+# -- what each rank does ----------------------------------------------------------------------------------------------
+
+
+def train_and_save(layout: Layout, directory: Path) -> Outcome:
+    run = TrainingRun(layout, seed=0)
+    run.train(WARM_UP_STEPS)
+    first = _seconds(lambda: dcp.save({"run": run}, checkpoint_id=directory / f"step_{run.step}"))
+    run.train(STEPS - WARM_UP_STEPS)
+    again = _seconds(lambda: dcp.save({"run": run}, checkpoint_id=directory / f"step_{run.step}"))
+    return _go_on(run, {"first save": first, "second save": again})
+
+
+def load_and_resume(layout: Layout, directory: Path) -> Outcome:
+    run = TrainingRun(layout, seed=1234)  # other weights, another random state: all of it must come from the checkpoint
+    seconds = _seconds(lambda: dcp.load({"run": run}, checkpoint_id=directory / f"step_{STEPS}"))
+    return _go_on(run, {"load": seconds})
+
+
+def _go_on(run: TrainingRun, seconds: dict[str, float]) -> Outcome:
+    state = run.state_dict()
+    digest = _digest(state)
+    whole = {part: sum(tensor.nbytes for _, tensor in _tensors(state[part])) for part in ("model", "optimizer")}
+    held = sum(_local(tensor).nbytes for _, tensor in _tensors(state))
+    run.train(MORE_STEPS)
+    return Outcome(dist.get_rank() if dist.is_initialized() else 0, seconds, digest, whole, held, run.step, run.losses)
+
+
+def _seconds(action: Callable[[], object]) -> float:
+    if dist.is_initialized():
+        dist.barrier()
+    start = time.perf_counter()
+    action()
+    return time.perf_counter() - start
+
+
+def _digest(state: Mapping[str, Any]) -> str:
+    """A digest over every tensor of a state, each put together from all its shards."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(_tensors(state)):
+        full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        digest.update(f"{name} {full.dtype} {tuple(full.shape)}\n".encode())
+        digest.update(full.detach().contiguous().numpy().data)
+    return digest.hexdigest()
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _tensors(state: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+    for key, value in state.items():
+        if isinstance(value, Tensor):
+            yield f"{prefix}{key}", value
+        elif isinstance(value, Mapping):
+            yield from _tensors(value, f"{prefix}{key}.")
+
+
+# -- the demo ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What to run, in which layout, on which checkpoints; its ranks meet at `port` of the loopback interface."""
+
+    function: Callable[[Layout, Path], Outcome]
+    layout: Layout
+    directory: Path
+    port: int
+
+
+def run_job(function: Callable[[Layout, Path], Outcome], layout: Layout, directory: Path) -> list[Outcome]:
+    """Run a function on every rank of a layout, each a process of its own; `torchrun` would do as well."""
+    meeting_point = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # a port that is free
+    outcomes: multiprocessing.SimpleQueue[Outcome] = multiprocessing.get_context("forkserver").SimpleQueue()
+    job = Job(function, layout, directory, meeting_point.port)
+    torch.multiprocessing.start_processes(_run_rank, (job, outcomes), layout.ranks, start_method="forkserver")
+    return sorted((outcomes.get() for _ in range(layout.ranks)), key=lambda outcome: outcome.rank)
+
+
+def _run_rank(rank: int, job: Job, outcomes: multiprocessing.SimpleQueue[Outcome]) -> None:
+    torch.set_num_threads(1)
+    if job.layout.ranks == 1:  # no process group at all
+        outcomes.put(job.function(job.layout, job.directory))
+        return
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    store = dist.TCPStore("127.0.0.1", job.port)
+    timeout = timedelta(seconds=60)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=job.layout.ranks, timeout=timeout)
+    outcomes.put(job.function(job.layout, job.directory))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def demonstrate(directory: Path) -> bool:
+    """Run all jobs and print what they found; returns whether everything that has to hold does."""
+    report = Report(SAVED, run_job(train_and_save, SAVED, directory), directory / f"step_{STEPS}", TOLERANCE)
+    report.print_checkpoint()
+    for layout in RESUMED:
+        report.add(layout, run_job(load_and_resume, layout, directory))
+    report.print_resumed()
+    return report.print_verdict()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Save a training job on 4 ranks, and go on in other layouts.")
+    parser.add_argument("--directory", type=Path, help="keep the checkpoints here; by default they are removed")
+    arguments = parser.parse_args()
+    # Ranks are forked from a process that has imported all this, and has run nothing.
+    multiprocessing.set_forkserver_preload(["__main__", "dcp_torch.api", "torch._dynamo"])
+    if arguments.directory is not None:
+        return 0 if demonstrate(arguments.directory) else 1
+    with tempfile.TemporaryDirectory(prefix="dcp-demo-") as directory:
+        return 0 if demonstrate(Path(directory)) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
