@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from dcp_core.adapter import ProcessGroup
-from dcp_core.box import Box
+from dcp_core.box import Box, slices
 from dcp_core.dtype import DType
 from dcp_core.planning.leaves import LocalTensor
 from dcp_torch import channel, elements
@@ -52,9 +52,7 @@ class TorchAdapter:
         """The part of a view that `box` selects, sharing its memory."""
         if box.sizes == tuple(view.shape):
             return view
-        return view.detach()[
-            tuple(slice(start, start + size) for start, size in zip(box.offsets, box.sizes, strict=True))
-        ]
+        return view.detach()[slices(box)]
 
     def writable_problem(self, view: torch.Tensor) -> str | None:
         """Why a view cannot be the target of a load (its elements share memory), or None."""

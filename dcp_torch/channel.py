@@ -20,7 +20,12 @@ from typing import Any
 
 import torch.distributed as dist
 import xxhash
-from torch.distributed import distributed_c10d
+from torch.distributed import (  # type: ignore[attr-defined]  # torch lists no exports
+    PrefixStore,
+    Store,
+    TCPStore,
+    distributed_c10d,
+)
 
 from dcp_core.adapter import ProcessGroup
 from dcp_core.errors import ArgumentError, CoordinationError
@@ -130,7 +135,7 @@ def _join(ranks: tuple[int, ...], global_rank: int) -> ProcessGroup:
     try:
         if store is None:
             store = _own_store(ranks, rank)
-        key = _agree_on_name(dist.PrefixStore(prefix, store), rank)
+        key = _agree_on_name(PrefixStore(prefix, store), rank)
     except RuntimeError as error:
         raise CoordinationError(
             f"rank {global_rank} cannot use the store of the job to talk to ranks {_shown(ranks)}: {error}"
@@ -157,9 +162,9 @@ def _job_store() -> Any:
     except (AttributeError, KeyError, ValueError):
         return None
     inner = store
-    while isinstance(inner, dist.PrefixStore):
+    while isinstance(inner, PrefixStore):
         inner = inner.underlying_store
-    usable = type(inner) is not dist.Store and all(_implements(inner, method) for method in _NEEDED)
+    usable = type(inner) is not Store and all(_implements(inner, method) for method in _NEEDED)
     return store if usable else None
 
 
@@ -167,7 +172,7 @@ def _implements(store: Any, method: str) -> bool:
     """Whether a store has a method of its own: the base class, which Python stores derive from, only raises."""
     if type(store).__module__.startswith("torch."):
         return hasattr(store, method)
-    return getattr(type(store), method, None) is not getattr(dist.Store, method, None)
+    return getattr(type(store), method, None) is not getattr(Store, method, None)
 
 
 def _own_store(ranks: tuple[int, ...], rank: int) -> Any:
@@ -179,12 +184,12 @@ def _own_store(ranks: tuple[int, ...], rank: int) -> Any:
         if rank == 0:
             host = os.environ.get("MASTER_ADDR") if ranks[0] == 0 else None
             host = host or _own_host()
-            store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+            store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
             address = [(host, store.port)]
         dist.broadcast_object_list(address, src=ranks[0], group=carrier)
         if store is None:
             host, port = address[0]
-            store = dist.TCPStore(host, port, is_master=False)
+            store = TCPStore(host, port, is_master=False)
         return store
     finally:
         dist.destroy_process_group(carrier)

@@ -74,7 +74,7 @@ def parameter_codec() -> ObjectCodec:
 
 def size_codec() -> ObjectCodec:
     """The codec of shapes."""
-    return ObjectCodec("torch.Size", "torch.Size", lambda value: list(value), _decode_size)  # type: ignore[call-overload]  # is a torch.Size
+    return ObjectCodec("torch.Size", "torch.Size", list, _decode_size)
 
 
 def dtype_codec() -> ObjectCodec:

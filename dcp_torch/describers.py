@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -20,8 +20,9 @@ from dcp_torch.elements import dtype_of, storage_identity
 from dcp_torch.sharding import Layout, local_layout, placement_cuts
 
 if TYPE_CHECKING:
-    from torch.distributed._shard.sharded_tensor import ShardedTensor
+    from torch.distributed._shard.sharded_tensor.api import ShardedTensor
     from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 _LAYOUT_REMEDY = {
@@ -96,7 +97,7 @@ def _check_memory(value: torch.Tensor) -> None:
     what = f"a {tuple(value.shape) if not value.is_nested else 'nested'} tensor"
     if value.is_meta:
         raise UnsupportedValueError(
-            f"{what} on the meta device has no elements; give it memory first, for example by module.to_empty(device=...)"
+            f"{what} on the meta device has no elements; give it memory first, as module.to_empty(device=...) does"
         )
     if value.is_quantized:
         raise UnsupportedValueError(f"{what} is quantized; store its int_repr() and scales, or dequantize() it")
@@ -155,7 +156,8 @@ def describe_dtensor(value: DTensor, access: TensorAccess) -> LocalTensor:
     if coordinate is None:
         return _described(shape, local, (), (), access, dtype=value.dtype)
     if _is_a(local, "torch.distributed.tensor._shards_wrapper", "LocalShardsWrapper"):
-        return _describe_shards(shape, local.local_shards(), local.local_offsets(), access, value.dtype)  # type: ignore[operator]  # of that subclass
+        wrapper = cast("LocalShardsWrapper", local)
+        return _describe_shards(shape, wrapper.local_shards(), wrapper.local_offsets(), access, value.dtype)
     order = {entry.tensor_dim: entry.mesh_dims for entry in value._spec.shard_order or ()}
     cuts = placement_cuts(value.placements, value.device_mesh.shape, coordinate, len(shape), order)
     layout = local_layout(shape, cuts)
@@ -171,7 +173,7 @@ def _check_local_shape(value: DTensor, memory: torch.Tensor, layout: Layout) -> 
         raise UnsupportedValueError(
             f"a DTensor of shape {tuple(value.shape)} with placements {list(value.placements)} on a mesh "
             f"{tuple(value.device_mesh.shape)} should have a local tensor of shape {layout.local_shape} here, found "
-            f"{tuple(memory.shape)}; give DTensor.from_local() the right shape=, or use annotate_shard() on the local tensor"
+            f"{tuple(memory.shape)}; give DTensor.from_local() the right shape=, or annotate_shard() the local tensor"
         )
 
 

@@ -12,7 +12,7 @@ import time
 from datetime import timedelta
 from typing import Any
 
-import torch.distributed as dist
+from torch.distributed import DistNetworkError, PrefixStore  # type: ignore[attr-defined]  # no list of exports
 
 _PART_BYTES = 4 << 20
 _WHOLE, _IN_PARTS = b"\0", b"\1"
@@ -122,7 +122,7 @@ class StoreChannel:
         found = getattr(self._local, "store", None)
         if found is None:
             clone = getattr(self._origin, "clone", None)
-            found = dist.PrefixStore(self.prefix, self._origin if clone is None else clone())
+            found = PrefixStore(self.prefix, self._origin if clone is None else clone())
             self._local.store = found
         return found
 
@@ -170,7 +170,7 @@ def _block(store: Any, name: str, seconds: float) -> bool:
     try:
         store.wait([name], timedelta(seconds=seconds))
     except RuntimeError as error:
-        timed_out = time.monotonic() >= deadline - 0.1 and not isinstance(error, dist.DistNetworkError)
+        timed_out = time.monotonic() >= deadline - 0.1 and not isinstance(error, DistNetworkError)
         if not timed_out:
             raise
         return False

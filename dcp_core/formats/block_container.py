@@ -144,13 +144,13 @@ class BlockContainer:
 
     def _header(self) -> bytes:
         """The header with its length, read and measured."""
-        if self._first[:1] == b"\x80":
-            raise CorruptError(
-                f"{self.file_name} is a pickle, which is never opened; "
-                "if torch.distributed.checkpoint wrote it, read it with dcp_torch.TorchDCPReader"
-            )
         length = int.from_bytes(self._first[:8], "little")
         if self._first[8:_DIGEST_START] != _PREFIX or length < len(_PREFIX):
+            if self._first[:1] == b"\x80":
+                raise CorruptError(
+                    f"{self.file_name} is a pickle, which is never opened; "
+                    "if torch.distributed.checkpoint wrote it, read it with dcp_torch.TorchDCPReader"
+                )
             raise CorruptError(f"{self.file_name} was not written by this library, or its first bytes are broken")
         if length > min(self._nbytes - 8, MAX_HEADER_NBYTES):
             raise CorruptError(f"{self.file_name} has {self._nbytes} bytes, but announces a header of {length} bytes")

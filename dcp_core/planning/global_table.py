@@ -19,7 +19,6 @@ from dcp_core.planning.local_table import (
     COMPARED,
     OBJECT,
     PER_RANK,
-    PICKLED,
     TENSOR,
     CommonSection,
     TableFrame,
@@ -287,6 +286,3 @@ def _tied_entries(sections: _Sections, entries_of: dict[bytes, Int64], count: in
     chained = tied[tied] != tied
     tied[chained] = own[chained]
     return tied
-
-
-__all__ = ["PICKLED", "GlobalTable", "HoldingColumns", "merge_tables"]

@@ -19,6 +19,7 @@ from dcp_core.dtype import DType
 from dcp_core.errors import PlanningError
 from dcp_core.metadata import Int32, Int64, MetadataIndex, StoredObject, StoredTensor
 from dcp_core.planning.items import ItemType, ReadItem
+from dcp_core.state_path import StatePath
 
 Mask = npt.NDArray[np.bool_]
 
@@ -51,11 +52,13 @@ class WantedObject:
     Attributes:
         name: The target's name.
         leaf: Position of the target among the rank's leaves.
+        path: Where the target lies in the state.
         stored: The object that it is filled from.
     """
 
     name: str
     leaf: int
+    path: StatePath
     stored: StoredObject
 
 
@@ -184,8 +187,12 @@ class LoadPlan:
         """The wanted objects by name."""
         return {wanted.name: wanted for wanted in self.objects}
 
-    def spans(self) -> list[ReadSpan]:
+    def spans(self) -> Sequence[ReadSpan]:
         """The regions in the order of reading: file after file, each by byte offset."""
+        return self._spans
+
+    @cached_property
+    def _spans(self) -> tuple[ReadSpan, ...]:
         reads = self.reads
         file = np.zeros(len(reads.wanted), dtype=np.int64)
         byte_offset = np.zeros(len(reads.wanted), dtype=np.int64)
@@ -195,10 +202,8 @@ class LoadPlan:
             chunk = reads.chunk[rows]
             file[rows] = wanted.stored.chunks.file[chunk]
             byte_offset[rows] = wanted.stored.chunks.byte_offset[chunk]
-        return [
-            self._span(row, int(file[row]), int(byte_offset[row]))
-            for row in np.lexsort((byte_offset, file)).tolist()
-        ]  # fmt: skip
+        order = np.lexsort((byte_offset, file)).tolist()
+        return tuple(self._span(row, int(file[row]), int(byte_offset[row])) for row in order)
 
     def _span(self, row: int, file: int, byte_offset: int) -> ReadSpan:
         wanted = self.wanted[int(self.reads.wanted[row])]

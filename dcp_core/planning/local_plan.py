@@ -24,6 +24,7 @@ from dcp_core.state_tree import FlatState, flatten
 Describe = Callable[[Any], LocalTensor | None]
 
 _PLAIN_TYPES = frozenset({type(None), bool, int, float, complex, str, bytes, PerRank, dict, list, tuple, set})
+_DERIVED_KINDS = ("dict", "list", "tuple")
 _LOW_WORD = (1 << 64) - 1
 
 
@@ -183,6 +184,13 @@ def compared_values(table: LocalTable, excluded: Sequence[int]) -> tuple[list[in
     mask[list(excluded)] = False
     rows = np.flatnonzero(mask)
     return rows.tolist(), table.values[rows]
+
+
+def special_containers(state: LocalState) -> tuple[tuple[bytes, str], ...]:
+    """The containers that the paths of the leaves do not determine: empty ones, and kinds of their own. Sorted."""
+    flat = state.flat
+    kept = [path for path, kind in flat.containers.items() if kind not in _DERIVED_KINDS or path in flat.empty]
+    return tuple(sorted((encode_path(path), flat.containers[path]) for path in kept))
 
 
 def check_writable(tensor: LocalTensor, name: str) -> None:

@@ -94,7 +94,7 @@ def _match_leaf(
                 f"{leaf.name!r} holds one value per rank, saved by {metadata.world_size} ranks and loaded by "
                 f"{world_size}; load it with {metadata.world_size} ranks or leave the key out"
             )
-        found.objects.append(WantedObject(leaf.name, position, stored))
+        found.objects.append(WantedObject(leaf.name, position, leaf.path, stored))
         return
     if not tensors:
         raise PlanningError(
@@ -169,6 +169,11 @@ def _refuse_empty_containers(state: LocalState, metadata: Metadata) -> None:
     for path in state.flat.empty:
         if not path:
             continue
+        if any(find_entries(metadata, path)):
+            raise MissingKeysError(
+                f"{plain_name(path)!r} is empty in the target but the checkpoint has a value there; put anything else "
+                "there to be replaced (None will do), or leave the key out"
+            )
         names = list(metadata.source.names()) if names is None else names
         prefix = plain_name(path) + "."
         inside = _first_with_prefix(names, prefix)

@@ -72,19 +72,21 @@ class SavePlan:
     Attributes:
         table: The rank's leaves and boxes.
         writes: Which regions of them, and which objects.
+        containers: (encoded path, kind) of the containers that the paths of the leaves do not determine, sorted.
     """
 
-    def __init__(self, table: LocalTable, writes: WriteList) -> None:
+    def __init__(self, table: LocalTable, writes: WriteList, containers: tuple[tuple[bytes, str], ...] = ()) -> None:
         self.table = table
         self.writes = writes
+        self.containers = containers
 
     @classmethod
-    def of_everything(cls, table: LocalTable) -> SavePlan:
+    def of_everything(cls, table: LocalTable, containers: tuple[tuple[bytes, str], ...] = ()) -> SavePlan:
         """The plan that writes all that the rank holds."""
         leaf = table.leaf_of_row().astype(np.int32)
         objects = np.flatnonzero(table.kind != TENSOR).astype(np.int32)
         ordinal = table.ordinal_of_row().astype(np.int32)
-        return cls(table, WriteList(leaf, ordinal, np.zeros_like(table.sizes), table.sizes, objects))
+        return cls(table, WriteList(leaf, ordinal, np.zeros_like(table.sizes), table.sizes, objects), containers)
 
     @cached_property
     def names(self) -> tuple[str, ...]:
@@ -159,12 +161,12 @@ class SavePlan:
         )  # fmt: skip
         renamed = {item.leaf: item.index.fqn for item in chosen if item.index.fqn != self.names[item.leaf]}
         if not renamed:
-            return SavePlan(self.table, writes)
+            return SavePlan(self.table, writes, self.containers)
         paths = list(self.table.paths)
         for leaf, name in renamed.items():
             paths[leaf] = encode_path((PathKey("key", name),))
         names = {leaf: name for leaf, name in self.writes.names.items() if leaf not in renamed}
-        return SavePlan(replace(self.table, paths=tuple(paths)), replace(writes, names=names))
+        return SavePlan(replace(self.table, paths=tuple(paths)), replace(writes, names=names), self.containers)
 
     def _check_items(self, items: Sequence[WriteItem]) -> None:
         leaves = len(self.table.paths)

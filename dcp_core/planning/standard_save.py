@@ -11,7 +11,7 @@ from dcp_core.errors import ArgumentError, PlanningError
 from dcp_core.planning.global_plan import GlobalPlan, PlanOptions, plan_globally
 from dcp_core.planning.global_table import merge_tables
 from dcp_core.planning.items import ItemType, WriteItem
-from dcp_core.planning.local_plan import LocalState, read_state, tabulate
+from dcp_core.planning.local_plan import LocalState, read_state, special_containers, tabulate
 from dcp_core.planning.local_table import decode_table, encode_table
 from dcp_core.planning.planners import PlannerContext, SavePlanner
 from dcp_core.planning.plans import Narrowing, SavePlan
@@ -141,7 +141,7 @@ class StandardSavePlanner(SavePlanner):
         context = self._configured()
         compare = context.use_collectives and context.world_size > 1
         table = tabulate(self.state, context.codec.digest, context.codec.needs_pickle, compare=compare)
-        return SavePlan.of_everything(table)
+        return SavePlan.of_everything(table, special_containers(self.state))
 
     def build_global_plan(self, all_plans: Sequence[SavePlan]) -> Sequence[SavePlan]:
         """Share the replica sets out, check coverage, lay the files out."""

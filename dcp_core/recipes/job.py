@@ -10,11 +10,14 @@ from typing import Any, TypeVar
 from dcp_core.adapter import AdapterSet, ProcessGroup
 from dcp_core.coordination.exchange import Exchange
 from dcp_core.formats.objects import decode_value, encode_value, needs_pickle, value_digest
+from dcp_core.planning.leaves import LocalTensor
 from dcp_core.planning.planners import PlannerContext
 
 logger = logging.getLogger("dcp.recipes")
 
 Result = TypeVar("Result")
+
+_NEVER_TENSORS = frozenset({type(None), bool, int, float, complex, str, bytes, dict, list, tuple, set})
 
 
 class ObjectEncoding:
@@ -35,6 +38,30 @@ class ObjectEncoding:
     def needs_pickle(self, value: Any) -> bool:
         """Whether the value has no exact encoding."""
         return needs_pickle(value)
+
+
+class Descriptions:
+    """What the adapters say of the values of one call, each asked once."""
+
+    def __init__(self, adapters: AdapterSet) -> None:
+        self._adapters = adapters
+        self._known: dict[int, tuple[Any, LocalTensor | None]] = {}
+
+    def describe(self, value: Any) -> LocalTensor | None:
+        """Describe a tensor leaf; None for any other value."""
+        if type(value) in _NEVER_TENSORS:
+            return None
+        known = self._known.get(id(value))
+        if known is None:
+            known = self._known[id(value)] = value, self._adapters.describe(value)
+        return known[1]
+
+    def is_tensor(self, value: Any) -> bool:
+        """Whether a value is a tensor leaf; so is one that cannot be described: planning says why, with its key."""
+        try:
+            return self.describe(value) is not None
+        except Exception:
+            return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +97,10 @@ class Job:
         group = self.group
         return Exchange(group.rank, group.world_size, group.channel, key=group.key, timeout_seconds=timeout_seconds)
 
-    def planner_context(self) -> PlannerContext:
+    def planner_context(self, descriptions: Descriptions) -> PlannerContext:
         """What a planner is told."""
         return PlannerContext(
-            describe=self.adapters.describe,
+            describe=descriptions.describe,
             codec=ObjectEncoding(),
             rank=self.group.rank,
             world_size=self.group.world_size,

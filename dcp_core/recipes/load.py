@@ -25,8 +25,7 @@ from dcp_core.planning.load_plan import LoadPlan, PeerPlan, WantedObject
 from dcp_core.planning.planners import LoadPlanner
 from dcp_core.planning.standard_load import StandardLoadPlanner
 from dcp_core.recipes.agreement import Agreement, argument_digests, check_arguments
-from dcp_core.recipes.job import Job, attempt, logger
-from dcp_core.recipes.save import is_tensor
+from dcp_core.recipes.job import Descriptions, Job, ObjectEncoding, attempt, logger
 from dcp_core.state_path import StatePath
 from dcp_core.state_tree import OpenedStateful, expand_stateful, set_value
 
@@ -36,6 +35,7 @@ HANDED_OUT_BYTES = 1 << 30
 OBJECT_HANDED_OUT_BYTES = 1 << 20
 """Objects up to this size are read once and handed out; larger ones every rank reads for itself."""
 
+_CODEC = ObjectEncoding()
 _WHOLE, _BY_RANGES, _FALL_BACK = b"W", b"R", b"F"
 
 
@@ -85,6 +85,7 @@ class LoadRecipe:
             "broadcast_replicated_tensors": options.broadcast_replicated_tensors,
             "broadcast_batch_bytes": options.broadcast_batch_bytes,
         }
+        self._descriptions = Descriptions(job.adapters)
         self._state: Any = None
         self._opened: Any = None
         self._stateful: Sequence[OpenedStateful] = ()
@@ -119,8 +120,7 @@ class LoadRecipe:
         if not isinstance(self._state, Mapping):
             raise ArgumentError(f"state_dict must be a mapping, found {type(self._state).__name__}")
         self.reader.initialize_reader(self.options.checkpoint_id)
-        describe = self.job.adapters.describe
-        self._opened, self._stateful = expand_stateful(self._state, lambda value: is_tensor(describe, value))
+        self._opened, self._stateful = expand_stateful(self._state, self._descriptions.is_tensor)
         return Agreement(argument_digests(self._arguments), flag=bool(self._stateful)).to_bytes()
 
     def _describe_checkpoint(self, payloads: Sequence[bytes]) -> bytes:
@@ -177,7 +177,7 @@ class LoadRecipe:
 
     def _plan_locally(self, metadata_answer: bytes) -> bytes:
         self._receive_metadata(metadata_answer)
-        context = dataclasses.replace(self.job.planner_context(), metadata=self._metadata)
+        context = dataclasses.replace(self.job.planner_context(self._descriptions), metadata=self._metadata)
         self.planner.configure_planner(self._opened, context)
         self.reader.configure_reader(
             self._metadata, ReadContext(self.job.group.rank, self.job.world_size, self.options.verify)
@@ -204,10 +204,9 @@ class LoadRecipe:
 
     def _read_objects(self, wanted: Sequence[WantedObject]) -> None:
         """Read objects and see that they can be decoded, before any target is touched."""
-        codec = self.job.planner_context().codec
         for want in wanted:
             blob = self.reader.read_object(want.stored)
-            codec.decode(blob, want.name)
+            _CODEC.decode(blob, want.name)
             self._objects[want.stored.name] = blob
 
     def _plan_globally(self, payloads: Sequence[bytes]) -> Sequence[bytes] | bytes:
@@ -230,12 +229,11 @@ class LoadRecipe:
             found = decode_value(zlib.decompress(blob), name="wanted objects")
             assert isinstance(found, list)
             names.update(found)
-        codec = self.job.planner_context().codec
         read: dict[str, bytes] = {}
         for name in sorted(names):
             stored = next(entry for entry in self._metadata.source.objects(name) if entry.rank == EVERY_RANK)
             value = self.reader.read_object(stored)
-            codec.decode(value, name)
+            _CODEC.decode(value, name)
             if len(value) <= OBJECT_HANDED_OUT_BYTES:
                 read[name] = value
         return zlib.compress(encode_value(read), 1)
@@ -265,12 +263,9 @@ class LoadRecipe:
 
     def _apply_state(self) -> None:
         inside = [opened.path for opened in self._stateful]
-        leaves = getattr(self.planner, "state", None)
         for want in self._plan.objects:
-            if leaves is not None:
-                path = leaves.leaves[want.leaf].path
-                if not any(path[: len(prefix)] == prefix for prefix in inside):
-                    set_value(self._state, path, _value_at(self._opened, path))
+            if not any(want.path[: len(prefix)] == prefix for prefix in inside):
+                set_value(self._state, want.path, _value_at(self._opened, want.path))
         for opened in self._stateful:
             if not any(_is_inside(opened.path, prefix) for prefix in inside):
                 opened.value.load_state_dict(opened.state_dict)

@@ -7,7 +7,8 @@ in, commit (3). A stage that fails on one rank hands its error into the next exc
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,7 @@ import numpy as np
 import xxhash
 
 from dcp_core.coordination.frames import pack, unpack
-from dcp_core.errors import ArgumentError, InDoubtError, PlanningError
+from dcp_core.errors import ArgumentError, DcpError, InDoubtError, PlanningError
 from dcp_core.execution.interfaces import CheckpointId, MetadataDraft, StorageWriter, WriteContext, WriteResult
 from dcp_core.formats.metadata_file import EncodedBody, MetadataColumns, encode_body
 from dcp_core.formats.objects import decode_value, encode_value
@@ -25,22 +26,20 @@ from dcp_core.planning.cache import CachedPlan, PlanCache
 from dcp_core.planning.divergence import agreement_number, coefficients, path_keys
 from dcp_core.planning.global_plan import GlobalPlan, describe_objects, describe_tensors, number_files
 from dcp_core.planning.local_plan import compared_values
-from dcp_core.planning.local_table import RAGGED, EncodedTable, LocalTable, encode_table
+from dcp_core.planning.local_table import PICKLED, RAGGED, EncodedTable, LocalTable, encode_table
 from dcp_core.planning.planners import SavePlanner
 from dcp_core.planning.plans import Narrowing, SavePlan
 from dcp_core.planning.standard_save import ReceivedPlans, StandardSavePlanner, settle_plans
 from dcp_core.planning.write_list import WriteList, decode_answer
 from dcp_core.recipes.agreement import Agreement, Offer, argument_digests, check_arguments, common_plan
-from dcp_core.recipes.job import Job, attempt, logger
-from dcp_core.state_path import StatePath, encode_path
-from dcp_core.state_tree import expand_stateful, flatten
+from dcp_core.recipes.job import Descriptions, Job, attempt, logger
+from dcp_core.state_tree import expand_stateful
 
 PLAN_CACHE: PlanCache[EncodedBody] = PlanCache()
 """The plans of this process."""
 
-_DERIVED_KINDS = ("dict", "list", "tuple")
 _SLOWEST_NAMED = 3
-_warned_keys: set[str] = set()
+_named_keys: set[str] = set()
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +110,7 @@ class SaveRecipe:
         self._global: tuple[GlobalPlan, Nesting] | None = None
         self._current: CachedPlan[EncodedBody]
         self._committed: Metadata | None = None
+        self._in_doubt = False
 
     @property
     def save_id(self) -> str:
@@ -134,10 +134,9 @@ class SaveRecipe:
             self._agree(state, failed)
             final = self._plan_writes()
             self._write_and_commit(final)
-        except InDoubtError:
-            raise
-        except BaseException:
-            self.writer.abort_checkpoint()
+        except BaseException as error:
+            if not (isinstance(error, InDoubtError) or self._in_doubt):
+                self.writer.abort_checkpoint()
             raise
         if self._may_cache():
             PLAN_CACHE.keep(self._structure, self._current)
@@ -154,15 +153,15 @@ class SaveRecipe:
         if not isinstance(state, Mapping):
             raise ArgumentError(f"state_dict must be a mapping, found {type(state).__name__}")
         self.writer.initialize_writer(self.options.checkpoint_id)
-        describe = self.job.adapters.describe
-        opened, _ = expand_stateful(state, lambda value: is_tensor(describe, value))
-        self.planner.configure_planner(opened, self.job.planner_context())
+        descriptions = Descriptions(self.job.adapters)
+        opened, _ = expand_stateful(state, descriptions.is_tensor)
+        self.planner.configure_planner(opened, self.job.planner_context(descriptions))
         with stage("build_local_plan"):
             plan = self.writer.optimize_local_plan(self.planner.build_local_plan())
         self._plan = plan
         self._table, self._narrowing = plan.held()
         self._encoded = encode_table(self._table)
-        self._nesting = encode_value(_containers(opened, describe))
+        self._nesting = encode_value(plan.containers)
         self._structure = self._structure_digest()
         self._offered = PLAN_CACHE.offers(self._structure) if self._may_cache() else ()
         offers = tuple(Offer(cached.plan_digest, self._number(cached.writes)) for cached in self._offered)
@@ -234,11 +233,23 @@ class SaveRecipe:
         """Write this rank's files; exchange 3: results in, commit."""
         result, error = attempt(lambda: self._write(final))
         payload = result.to_bytes() if result is not None else b""
-        with stage("finalize_checkpoint"):
+        self._in_doubt = error is None  # from here on the coordinator may commit, whatever happens to this rank
+        with stage("finalize_checkpoint"), self._settling():
             self.exchange.run(
                 "save/commit", payload, error=error, compute=self._commit, commit=True,
                 in_doubt=f"the checkpoint may be committed, id {self._ticket.save_id}",
             )  # fmt: skip
+
+    @contextmanager
+    def _settling(self) -> Iterator[None]:
+        """An error that the coordinator announced says that nothing was committed; any other end says nothing."""
+        try:
+            yield
+        except InDoubtError:
+            raise
+        except DcpError:
+            self._in_doubt = False
+            raise
 
     def _write(self, final: SavePlan) -> WriteResult:
         group, ticket = self.job.group, self._ticket
@@ -278,23 +289,6 @@ class SaveRecipe:
         return b""
 
 
-def is_tensor(describe: Any, value: Any) -> bool:
-    """Whether a value is a tensor leaf; one that cannot be described is, and planning says why with its key."""
-    try:
-        return describe(value) is not None
-    except Exception:
-        return True
-
-
-def _containers(state: Mapping[Any, Any], describe: Any) -> tuple[tuple[bytes, str], ...]:
-    """The containers that the paths of the leaves do not determine."""
-    flat = flatten(state, lambda value: is_tensor(describe, value))
-    kept: list[tuple[StatePath, str]] = [
-        (path, kind) for path, kind in flat.containers.items() if kind not in _DERIVED_KINDS or path in flat.empty
-    ]
-    return tuple(sorted((encode_path(path), kind) for path, kind in kept))
-
-
 def _join_nesting(blobs: set[bytes]) -> Nesting:
     """The containers of all ranks; where kinds differ, the first by name."""
     kinds: dict[bytes, str] = {}
@@ -307,20 +301,26 @@ def _join_nesting(blobs: set[bytes]) -> Nesting:
 
 
 def _warn_of_divergence(plan: GlobalPlan) -> None:
-    """Name the keys whose values differ between ranks, each key once in a process."""
-    entries = np.flatnonzero(plan.divergence.entry)
+    """Name the keys whose values differ between ranks, and those that could not be compared; each key once."""
     held = plan.table.holdings
-    for entry in entries.tolist():
+    for entry in np.flatnonzero(plan.divergence.entry).tolist():
         name = plan.table.names[entry]
-        if name in _warned_keys:
+        if name in _named_keys:
             continue
-        _warned_keys.add(name)
+        _named_keys.add(name)
         ranks = held.rank[held.entry == entry].tolist()
         shown = ", ".join(map(str, ranks[:8])) + (" and more" if len(ranks) > 8 else "")
         logger.warning(
             "the values of %r differ between ranks %s: each rank's own is kept, as with PerRank; synchronise them or "
             "wrap them in PerRank", name, shown,
         )  # fmt: skip
+    pickled = np.unique(held.entry[(held.flags & PICKLED) != 0])
+    names = [plan.table.names[entry] for entry in pickled.tolist() if plan.table.names[entry] not in _named_keys]
+    if names and len(plan.table.ranks) > 1:
+        _named_keys.update(names)
+        logger.info(
+            "pickled values are compared between ranks by type only, the lowest rank's is kept: %s", names[:100]
+        )
 
 
 def _check_results(results: Sequence[WriteResult], expected: Sequence[int]) -> None:

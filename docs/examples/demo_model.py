@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +49,10 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         # Under tensor parallelism this rank has some of the heads: -1 is however many.
-        heads = [part(x).unflatten(-1, (-1, self.head_width)).transpose(1, 2) for part in self.projections()]
-        mixed = F.scaled_dot_product_attention(*heads, is_causal=True)
+        projections = (self.query, self.key, self.value)
+        query, key, value = (part(x).unflatten(-1, (-1, self.head_width)).transpose(1, 2) for part in projections)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         return self.out(mixed.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]  # a module call is Any
-
-    def projections(self) -> tuple[nn.Linear, nn.Linear, nn.Linear]:
-        return self.query, self.key, self.value
 
 
 class Block(nn.Module):
@@ -105,8 +103,8 @@ def parallelize(model: Transformer, layout: Layout) -> DeviceMesh | None:
     return mesh
 
 
-def _tensor_parallel_plan(layers: int) -> dict[str, ColwiseParallel | RowwiseParallel]:
-    plan: dict[str, ColwiseParallel | RowwiseParallel] = {"head": ColwiseParallel(output_layouts=Replicate())}
+def _tensor_parallel_plan(layers: int) -> dict[str, ParallelStyle]:
+    plan: dict[str, ParallelStyle] = {"head": ColwiseParallel(output_layouts=Replicate())}
     for at in range(layers):
         for name in ("attention.query", "attention.key", "attention.value", "up"):
             plan[f"blocks.{at}.{name}"] = ColwiseParallel()

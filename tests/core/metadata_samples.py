@@ -81,13 +81,10 @@ class Checkpoint:
     def files(self) -> FileColumns:
         """`ranks` tensor files, then as many object files (as parts, so that the order is by rank, kind, part)."""
         count = 2 * self.ranks
-        ends = [
-            max(
-                (t.byte_offsets[b] + t.nbytes(b) for t in self.tensors for b in range(len(t.files)) if t.files[b] == f),
-                default=0,
-            )
-            for f in range(self.ranks)
-        ]
+        ends = [0] * self.ranks
+        for tensor in self.tensors:
+            for box, (file, start) in enumerate(zip(tensor.files, tensor.byte_offsets, strict=True)):
+                ends[file] = max(ends[file], start + tensor.nbytes(box))
         return FileColumns(
             rank=np.arange(count, dtype=np.int32),
             part=np.zeros(count, dtype=np.int32),

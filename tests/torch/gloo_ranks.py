@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import FileStore  # type: ignore[attr-defined]  # torch lists no exports
 
 from dcp_core.testing import ranks
 from dcp_core.testing.ranks import RankContext, RankProcessError, run_ranks
@@ -121,7 +122,8 @@ def _by_reference(function: Callable[..., Any]) -> Callable[..., Any]:
 def _preload_torch() -> None:
     importlib.import_module(_PRELOADED[-1])  # the fork server loads what is loaded here
     missing = [name for name in _PRELOADED if name not in ranks._PRELOADED_IF_IMPORTED]
-    ranks._PRELOADED_IF_IMPORTED = (*ranks._PRELOADED_IF_IMPORTED, *missing)
+    preloaded = (*ranks._PRELOADED_IF_IMPORTED, *missing)
+    setattr(ranks, "_PRELOADED_IF_IMPORTED", preloaded)  # noqa: B010  # its type has a fixed length
 
 
 def _start(
@@ -138,7 +140,7 @@ def _start(
         return function(rank, *args)
     dist.init_process_group(
         chosen,
-        store=dist.FileStore(store, rank.world_size),
+        store=FileStore(store, rank.world_size),
         rank=rank.rank,
         world_size=rank.world_size,
         timeout=timedelta(seconds=30),

@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.distributed._shard.sharded_tensor import Shard as LocalShard
-from torch.distributed._shard.sharded_tensor import ShardedTensor, init_from_local_shards
+from torch.distributed._shard.sharded_tensor import init_from_local_shards
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed._shard.sharded_tensor.shard import Shard as LocalShard
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -58,7 +59,7 @@ def check_partial(rank: TorchRank) -> None:
     tensor = DTensor.from_local(torch.ones(2, device=rank.device), mesh, [Partial()])
     with pytest.raises(UnsupportedValueError, match="partial sum"):
         ADAPTER.describe(tensor)
-    tensor = DTensor.from_local(torch.ones(2, device=rank.device), mesh, [Shard(0)], shape=(5,), stride=(1,))
+    tensor = DTensor.from_local(torch.ones(2, device=rank.device), mesh, [Shard(0)], shape=torch.Size([5]), stride=(1,))
     if rank.rank == 0:
         with pytest.raises(UnsupportedValueError, match=r"local tensor of shape \(3,\) here, found \(2,\)"):
             ADAPTER.describe(tensor)

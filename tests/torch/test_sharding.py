@@ -170,7 +170,7 @@ def check_strided(rank: TorchRank) -> list[int]:
     counts = []
     for shape, factor in itertools.product([(8, 2), (7, 3), (2, 2), (1,), (13,)], [2, 3]):
         whole = counted(shape)
-        placements = [_StridedShard(0, split_factor=factor), Shard(0)]
+        placements: list[_StridedShard | Shard] = [_StridedShard(0, split_factor=factor), Shard(0)]
         local = whole
         for placement, chunks, index in zip(placements, (2, 2), mesh.get_coordinate() or (), strict=True):
             parts, _ = placement._split_tensor(local, chunks, with_padding=False, contiguous=True)

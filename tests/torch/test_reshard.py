@@ -1,0 +1,179 @@
+"""Saved under one layout, loaded under another: real models and optimizers, real processes, equal bit by bit."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+import dcp_torch
+from tests.torch.gloo_ranks import TorchRank, run_gloo
+from tests.torch.states import assert_same, assert_same_leaf, leaves, poison, shard, values, whole
+
+# -- a training job under many layouts -----------------------------------------------------------------------------
+
+
+class Model(nn.Module):
+    """Dimensions that no number of ranks divides, buffers, and a count without dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(17, 12)
+        self.norm = nn.BatchNorm1d(12)
+        self.up = nn.Linear(12, 20)
+        self.down = nn.Linear(20, 12)
+        self.head = nn.Linear(12, 5, bias=False)
+        self.register_buffer("running", torch.rand(3, 2))
+
+
+_TP = {"up": ColwiseParallel(), "down": RowwiseParallel(), "head": ColwiseParallel()}
+_WORLD = {
+    "one": 1, "tp2": 2, "tp4": 4, "dp2tp2": 4, "fsdp2": 2, "fsdp3": 3, "fsdp4": 4, "hsdp4": 4, "fsdp2tp2": 4
+}  # fmt: skip
+
+
+def parallelize(model: nn.Module, layout: str, device: str) -> None:
+    """Cut a model in place."""
+    world = _WORLD[layout]
+    if layout.startswith("tp"):
+        parallelize_module(model, init_device_mesh(device, (world,)), dict(_TP))
+    elif layout.startswith("fsdp") and layout != "fsdp2tp2":
+        mesh = init_device_mesh(device, (world,))
+        fully_shard(model.get_submodule("up"), mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    elif layout == "hsdp4":
+        fully_shard(model, mesh=init_device_mesh(device, (2, 2), mesh_dim_names=("replicate", "shard")))
+    elif layout != "one":
+        mesh = init_device_mesh(device, (2, 2), mesh_dim_names=("dp", "tp"))
+        parallelize_module(model, mesh["tp"], dict(_TP))
+        if layout == "fsdp2tp2":
+            fully_shard(model, mesh=mesh["dp"])
+
+
+class Training:
+    """A model in a layout, and its optimizer."""
+
+    def __init__(self, rank: TorchRank, layout: str, optimizer: str, *, flat: bool, seed: int, rate: float) -> None:
+        torch.manual_seed(seed)
+        self.model = Model().to(rank.device)
+        parallelize(self.model, layout, rank.device.type)
+        groups = [
+            {"params": [p for n, p in self.model.named_parameters() if "weight" in n], "lr": rate},
+            {"params": [p for n, p in self.model.named_parameters() if "weight" not in n], "lr": rate / 2},
+        ]
+        self.optimizer: torch.optim.Optimizer = (
+            torch.optim.Adam(groups, betas=(0.5, 0.75), amsgrad=True)
+            if optimizer == "adam"
+            else torch.optim.SGD(groups, momentum=0.5)
+        )
+        self.options = StateDictOptions(flatten_optimizer_state_dict=flat)
+
+    def train(self, steps: int) -> None:
+        """Steps whose gradients differ from element to element."""
+        for step in range(steps):
+            for parameter in self.model.parameters():
+                parameter.grad = parameter.detach() * (0.3 + step) + 0.1
+            self.optimizer.step()
+
+    def state(self) -> dict[str, Any]:
+        model, optimizer = get_state_dict(self.model, self.optimizer, options=self.options)
+        return {"model": model, "optimizer": optimizer}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        set_state_dict(
+            self.model,
+            self.optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+            options=self.options,
+        )
+
+
+def extras(rank: TorchRank, seed: int) -> dict[str, Any]:
+    """Whatever else a job holds: shards of its own, plain tensors, scalars, arrays, values, nested in all ways."""
+    mesh = init_device_mesh(rank.device.type, (rank.world_size,))
+    cut = [shard(values((9, 7), torch.bfloat16, seed + 1), mesh, [placement]) for placement in (Shard(0), Shard(1))]
+    return {
+        "cut": cut,
+        "plain": values((4, 3), torch.float64, seed + 3).to(rank.device),
+        "zero_d": torch.tensor(seed + 0.25),
+        "zero_d_cut": shard(torch.tensor(seed + 0.5), mesh, [Replicate()]),
+        "array": np.arange(6, dtype=np.int16).reshape(2, 3) * seed,
+        "step": seed,
+        "rate": seed / 7,
+        "name": f"run {seed}",
+        "sizes": [seed, (seed, "x")],
+        "deep": {"list": [{"t": values((3,), torch.int32, seed + 4)}, (values((2,), torch.bool, seed + 5), seed)]},
+        "nothing": {},
+    }
+
+
+def combinations() -> Iterator[tuple[str, bool]]:
+    return itertools.product(("adam", "sgd"), (False, True))
+
+
+def save_first(rank: TorchRank, layout: str, root: Path) -> None:
+    """Train, save; the first rank writes down what every whole tensor was, by torch's own means."""
+    for optimizer, flat in combinations():
+        place = root / f"{optimizer}-{flat}"
+        training = Training(rank, layout, optimizer, flat=flat, seed=3, rate=0.125)
+        training.train(2)
+        state = {**training.state(), **extras(rank, 11)}
+        truth = whole(training.state())
+        if rank.rank == 0:
+            place.mkdir()
+            torch.save(truth, place / "truth.pt")
+        dcp_torch.save(state, checkpoint_id=place / "step0")
+
+
+def load_on(rank: TorchRank, layout: str, root: Path, step: int) -> None:
+    """Load into a job that holds other values everywhere, compare, go on with the model and save from here."""
+    for optimizer, flat in combinations():
+        place = root / f"{optimizer}-{flat}"
+        training = Training(rank, layout, optimizer, flat=flat, seed=99, rate=1.0)
+        state = {**training.state(), **extras(rank, 11)}
+        poison(state)
+        state.update(step=0, rate=0.0, name="", sizes=None)
+        dcp_torch.load(state, checkpoint_id=place / f"step{step}")
+        assert_same({key: value for key, value in state.items() if key not in ("model", "optimizer")}, extras(rank, 11))
+        training.restore(state)
+        truth = torch.load(place / "truth.pt", weights_only=True)
+        found = whole(training.state())
+        assert found.keys() == truth.keys()
+        for name, value in truth.items():
+            assert_same_leaf(name, found[name], value)
+        dcp_torch.save({**training.state(), **extras(rank, 11)}, checkpoint_id=place / f"step{step + 1}")
+
+
+@pytest.mark.parametrize(
+    "layouts",
+    [
+        ("tp4", "tp2"),
+        ("tp4", "dp2tp2"),
+        ("dp2tp2", "tp2"),
+        ("fsdp4", "fsdp2", "fsdp3"),
+        ("fsdp2tp2", "one", "fsdp4"),
+        ("hsdp4", "fsdp3", "hsdp4"),
+        ("fsdp2tp2", "tp4", "one", "tp4"),
+    ],
+    ids=" to ".join,
+)
+def test_model_and_optimizer_survive_every_change_of_layout(layouts: tuple[str, ...], tmp_path: Path) -> None:
+    run_gloo(save_first, _WORLD[layouts[0]], layouts[0], tmp_path)
+    for step, layout in enumerate(layouts[1:]):
+        run_gloo(load_on, _WORLD[layout], layout, tmp_path, step)
