@@ -126,7 +126,7 @@ def finish_plan(table: GlobalTable, divergence: Divergence, regions: RegionColum
     layout = lay_out(position, nbytes, len(ranks))
     objects = _choose_objects(table, divergence)
     hasher = xxhash.xxh3_128()
-    hasher.update("\0".join(table.names).encode())
+    hasher.update(b"".join([len(path).to_bytes(4, "little") + path for path in table.paths]))
     for array in (
         ranks, table.kind, table.dtype, table.ndim, table.shape, table.entry[regions.held], position,
         regions.offsets.T, regions.sizes.T, regions.own, layout.byte_offset, table.tied_to,

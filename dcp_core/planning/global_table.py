@@ -274,12 +274,12 @@ def _holdings(
 
 
 def _tied_entries(sections: _Sections, entries_of: dict[bytes, Int64], count: int) -> Int64:
-    """Find entries that share the memory of one other entry on every rank that has them."""
+    """Find entries that share the memory of one other entry on every rank that holds a part of them."""
     own = np.arange(count, dtype=np.int64)
     tied = np.full(count, -1, dtype=np.int64)
     for digest, section in sections.common.items():
-        entry = entries_of[digest]
-        target = entry[section.alias]
+        holds = (section.boxes > 0) | (section.alias != np.arange(len(section.alias)))
+        entry, target = entries_of[digest][holds], entries_of[digest][section.alias[holds]]
         settled = (tied[entry] == -1) | (tied[entry] == target)
         tied[entry] = np.where(settled, target, entry)
     tied[tied < 0] = own[tied < 0]

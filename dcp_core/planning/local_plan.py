@@ -18,7 +18,7 @@ from dcp_core.metadata import UInt64
 from dcp_core.planning.balance import TINY_NBYTES
 from dcp_core.planning.leaves import LocalTensor
 from dcp_core.planning.local_table import COMPARED, OBJECT, PER_RANK, PICKLED, RAGGED, TENSOR, LocalTable
-from dcp_core.state_path import PerRank, StatePath, encode_path, plain_name
+from dcp_core.state_path import PerRank, StatePath, encode_path, plain_name, spell_names
 from dcp_core.state_tree import FlatState, flatten
 
 Describe = Callable[[Any], LocalTensor | None]
@@ -34,7 +34,7 @@ class Leaf:
 
     Attributes:
         path: Where it lies.
-        name: Its plain name.
+        name: Its name, unique among the leaves of this rank.
         value: What the user has there.
         tensor: What is known of it; None for an object.
     """
@@ -76,13 +76,12 @@ def read_state(state: Mapping[Any, Any], describe: Describe) -> LocalState:
 
     flat = flatten(state, look)
     leaves = []
-    for path, value in flat.leaves.items():
+    for (path, value), name in zip(flat.leaves.items(), spell_names(list(flat.leaves)), strict=True):
         tensor = known[id(value)] if type(value) not in _PLAIN_TYPES and look(value) else None
-        name = plain_name(path)
         if isinstance(tensor, DcpError):
             raise type(tensor)(f"{name!r}: {tensor}") from tensor
         leaves.append(Leaf(path, name, value, tensor))
-    leaves.sort(key=lambda leaf: (leaf.name.encode("utf-8", "surrogatepass"), encode_path(leaf.path)))
+    leaves.sort(key=lambda leaf: (plain_name(leaf.path).encode("utf-8", "surrogatepass"), encode_path(leaf.path)))
     return LocalState(tuple(leaves), flat)
 
 

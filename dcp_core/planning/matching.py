@@ -79,6 +79,7 @@ def _match_leaf(
     position: int, leaf: Leaf, metadata: Metadata, rank: int, world_size: int, rules: MatchRules, found: Matches
 ) -> None:
     tensors, objects = find_entries(metadata, leaf.path)
+    same_world = metadata.world_size == world_size
     if not tensors and not objects:
         found.missing.append(leaf.name)
         return
@@ -88,8 +89,8 @@ def _match_leaf(
                 f"{leaf.name!r}: the checkpoint has a tensor of shape {tensors[0].shape}, the target has "
                 f"{type(leaf.value).__name__} {_shown(leaf.value)}; put a tensor of that shape there"
             )
-        stored = _pick(objects, rank, world_size, leaf.name, found.borrowed)
-        if stored.per_rank and metadata.world_size != world_size:
+        stored = _pick(objects, rank, same_world, leaf.name, found.borrowed)
+        if stored.per_rank and not same_world:
             raise PlanningError(
                 f"{leaf.name!r} holds one value per rank, saved by {metadata.world_size} ranks and loaded by "
                 f"{world_size}; load it with {metadata.world_size} ranks or leave the key out"
@@ -101,7 +102,7 @@ def _match_leaf(
             f"{leaf.name!r}: the checkpoint has a plain value, the target has a tensor of shape "
             f"{leaf.tensor.global_shape}; put a plain value there"
         )
-    _match_tensor(position, leaf, _pick(tensors, rank, world_size, leaf.name, found.borrowed), rules, found)
+    _match_tensor(position, leaf, _pick(tensors, rank, same_world, leaf.name, found.borrowed), rules, found)
 
 
 def _match_tensor(position: int, leaf: Leaf, stored: StoredTensor, rules: MatchRules, found: Matches) -> None:
@@ -151,12 +152,12 @@ def find_entries(metadata: Metadata, path: StatePath) -> tuple[Sequence[StoredTe
     return candidates[0] if names else ([], [])
 
 
-def _pick(entries: Sequence[_Entry], rank: int, world_size: int, name: str, borrowed: list[str]) -> _Entry:
-    """Of one value per rank take this rank's, else the lowest rank's."""
+def _pick(entries: Sequence[_Entry], rank: int, same_world: bool, name: str, borrowed: list[str]) -> _Entry:
+    """Of one value per rank take this rank's; in a world of another size the lowest rank's."""
     if entries[0].rank == EVERY_RANK:
         return entries[0]
     for entry in entries:
-        if entry.rank == rank:
+        if entry.rank == rank and same_world:
             return entry
     if not getattr(entries[0], "per_rank", False):
         borrowed.append(f"{name} (from rank {entries[0].rank})")

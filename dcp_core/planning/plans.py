@@ -20,7 +20,7 @@ from dcp_core.planning.items import ItemType, WriteItem
 from dcp_core.planning.layout import lay_out
 from dcp_core.planning.local_table import TENSOR, LocalTable
 from dcp_core.planning.write_list import WriteList
-from dcp_core.state_path import PathKey, canonical_name, decode_path, encode_path, plain_name
+from dcp_core.state_path import PathKey, canonical_name, decode_path, encode_path, plain_name, spell_names
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,10 +91,12 @@ class SavePlan:
     @cached_property
     def names(self) -> tuple[str, ...]:
         """Printed name of each leaf."""
-        plain = [plain_name(decode_path(path)) for path in self.table.paths]
+        paths = [decode_path(path) for path in self.table.paths]
+        is_local = not self.writes.plan_digest
+        names = spell_names(paths) if is_local else [plain_name(path) for path in paths]
         for leaf, name in self.writes.names.items():
-            plain[leaf] = name
-        return tuple(plain)
+            names[leaf] = name
+        return tuple(names)
 
     @property
     def items(self) -> Sequence[WriteItem]:

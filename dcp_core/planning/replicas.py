@@ -93,7 +93,7 @@ def find_unique_boxes(table: GlobalTable, rows: Int64) -> UniqueBoxes:
 def _order_by_start(shape: Int64, entry: Int64, offsets: Int64) -> tuple[Int64, npt.NDArray[np.bool_]]:
     """Sort boxes by (entry, offsets), stably; and tell which of them start where the next one does."""
     numel = np.prod(np.maximum(shape, 1), axis=1, dtype=np.float64)
-    if float(numel.sum()) < _KEYS_FIT_BELOW:
+    if float(numel.sum()) < _KEYS_FIT_BELOW and _start_inside(shape, entry, offsets):
         base = np.cumsum(numel.astype(np.int64)) - numel.astype(np.int64)
         strides = element_strides(shape)
         key = base[entry]
@@ -107,6 +107,11 @@ def _order_by_start(shape: Int64, entry: Int64, offsets: Int64) -> tuple[Int64, 
     for column in offsets.T:
         same &= column[order][1:] == column[order][:-1]
     return order, same
+
+
+def _start_inside(shape: Int64, entry: Int64, offsets: Int64) -> bool:
+    """Whether all boxes start inside their tensors; a start outside of one would have the key of another."""
+    return all(bool((offsets[:, d] < shape[:, d][entry]).all()) for d in range(offsets.shape[1]))
 
 
 def check_coverage(table: GlobalTable, boxes: UniqueBoxes, exempt: npt.NDArray[np.bool_]) -> None:

@@ -16,6 +16,7 @@ from dcp_core.planning.local_table import decode_table, encode_table
 from dcp_core.planning.planners import PlannerContext, SavePlanner
 from dcp_core.planning.plans import Narrowing, SavePlan
 from dcp_core.planning.write_list import decode_answer, encode_answers, encode_write_list
+from dcp_core.state_path import PerRank
 
 
 class ReceivedPlans(Sequence[SavePlan]):
@@ -163,7 +164,8 @@ class StandardSavePlanner(SavePlanner):
         """The bits of a region, sharing the tensor's memory where that is on the host; or an object's bytes."""
         leaf = self.state.leaves[item.leaf]
         if item.type is ItemType.BYTES or leaf.tensor is None:
-            return self._configured().codec.encode(leaf.value, leaf.name)
+            value = leaf.value.value if isinstance(leaf.value, PerRank) else leaf.value
+            return self._configured().codec.encode(value, leaf.name)
         tensor = leaf.tensor
         view, box = tensor.views[item.box], tensor.boxes[item.box]
         if item.sizes != box.sizes:

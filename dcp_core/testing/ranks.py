@@ -29,7 +29,7 @@ from typing import Any
 _EXIT_SECONDS = 3.0
 _TAIL_CHARS = 4000
 _TIMEOUT_MARK = "Timeout ("
-_PRELOADED = ("dcp_core.testing.numpy_ranks",)
+_PRELOADED = ("dcp_core.testing.numpy_ranks", "dcp_core.api")
 _PRELOADED_IF_IMPORTED = ("pytest", "hypothesis", "hypothesis.extra.numpy")
 
 

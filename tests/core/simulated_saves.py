@@ -52,7 +52,7 @@ DTYPES = tuple(
 PATHS: tuple[Keys, ...] = (
     ("model", "w"), ("model.w",), ("model", "layers.0", "w"), ("model", "layers", "0", "w"),
     ("model", "layers", 0, "w"), ("x",), ("x@0",), ("x@0,0",), ('$["x"]',), ("__metadata__",), ("",), ("ключ/ 1",),
-    ("\ud800",), (True,), (2,), ("2",), (None,), ("True",), ("k" * 300,), ("x@3",), (("a", 1),), ("z", "y", "x"),
+    ("\ud800",), (True,), (2,), ("2",), (None,), ("True",), ("k" * 200,), ("x@3",), (("a", 1),), ("z", "y", "x"),
 )  # fmt: skip
 """Paths whose names collide in every way, none inside another."""
 VALUES: tuple[Any, ...] = (None, 0, 1, True, 1.0, "text", b"\x00", [1, 2], (1, 2), {1, 2}, [[3], "a"], -0.0, 0.0)
@@ -114,12 +114,16 @@ class World:
         self._next = 1
 
     def __repr__(self) -> str:
-        return f"World({[{keys: self._shown(value) for keys, value in flat.items()} for flat in self.ranks]})"
+        text = "; ".join(
+            f"{rank}: " + ", ".join(f"{keys}: {self._shown(value)}" for keys, value in flat.items())
+            for rank, flat in enumerate(self.ranks)
+        )
+        return f"World({text if len(text) < 3000 else text[:3000] + '...'})"
 
     @staticmethod
     def _shown(value: Any) -> str:
         if not isinstance(value, Held):
-            return repr(value)
+            return repr(value)[:40]
         boxes = " ".join(f"{box.offsets}+{box.sizes}" for box in value.boxes)
         return f"<{value.shape} {value.dtype.name} memory {value.storage}{' plain' * value.plain}: {boxes}>"
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +14,7 @@ import pytest
 
 from dcp_core.api import clear_plan_cache
 from dcp_core.execution.filesystem import FileSystemWriter
+from dcp_core.storage.commit import HEARTBEAT_EXPIRY_SECONDS
 from dcp_core.storage.local import LocalStorage
 from dcp_core.testing.faults import FaultyOperations
 from dcp_core.testing.ranks import RankContext, RankProcessError, run_ranks
@@ -140,8 +143,16 @@ def _kill_and_look(root: Path, deaths: Sequence[Death]) -> dict[Death, list[Afte
         ended = run_ranks(_save_and_die, WORLD * len(batch), root, batch, return_exceptions=True)
         for number, death in enumerate(batch):
             _check_end(death, ended[WORLD * number : WORLD * (number + 1)])
+    _expire_unfinished_records(root)
     found = run_ranks(_look_and_save_again, WORLD, root, [death.place for death in deaths])
     return {death: [ranks[number] for ranks in found] for number, death in enumerate(deaths)}
+
+
+def _expire_unfinished_records(root: Path) -> None:
+    """A record that its process did not finish says nothing about it: only time tells that it is dead."""
+    past = time.time() - HEARTBEAT_EXPIRY_SECONDS - 1
+    for path in root.glob("*/.intent-*.tmp"):
+        os.utime(path, (past, past))
 
 
 def _check_end(death: Death, ended: Sequence[Outcome | RankProcessError]) -> None:

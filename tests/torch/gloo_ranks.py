@@ -29,6 +29,8 @@ _PRELOADED = (
     "torch.distributed.tensor",
     "torch.distributed.tensor.parallel",
     "torch.distributed.fsdp",
+    "torch.distributed.checkpoint.state_dict",
+    "dcp_torch.api",
     "torch._dynamo",  # DTensor's first operation imports it
 )
 
