@@ -54,7 +54,7 @@ class ProcessGroup:
 
 
 class Adapter(TensorAccess, Protocol):
-    """One framework. Besides `TensorAccess` (host_array, read_out, copy_into, narrow) it has:"""
+    """One framework: `TensorAccess` (host_array, read_out, copy_into, narrow, writable_problem), and more."""
 
     name: str
     version: str
@@ -67,10 +67,14 @@ class Adapter(TensorAccess, Protocol):
         """
         ...
 
-    def process_group(self, group: Any = None) -> ProcessGroup:
+    def process_group(self, group: Any = None, *, with_channel: bool = True) -> ProcessGroup:
         """The group of this process: `group`, or the job's default one, or a group of one.
 
         Makes the CPU channel, once per process and group. Never a collective on the accelerator.
+
+        Args:
+            group: What the framework calls a group; None for the job's default one.
+            with_channel: False for a caller that only asks which rank this is: nothing is made.
         """
         ...
 

@@ -225,14 +225,14 @@ def _job(adapter: Adapter | None, group: Any, no_dist: bool, use_collectives: bo
     """Find the group; what goes wrong with it on this rank alone cannot be told to others, and is raised."""
     activate_codecs()
     chosen: Adapter = NumpyAdapter() if adapter is None else adapter
-    found = chosen.process_group(group)
+    collectives = use_collectives is not False and no_dist is not True
+    found = chosen.process_group(group, with_channel=collectives)
     if no_dist is True:
         found = ProcessGroup(found.global_rank, 1, found.global_rank, None, f"no_dist-{found.global_rank}")
     set_rank(found.global_rank)
     adapters = active_adapters()
     if chosen.name not in {other.name for other in adapters.adapters}:
         adapters = AdapterSet((chosen, *adapters.adapters), adapters.describers)
-    collectives = use_collectives is not False and no_dist is not True
     return Job(adapters, found, (chosen.name, chosen.version), collectives), None
 
 

@@ -50,6 +50,14 @@ class ArrayAccess:
         bits = self.host_array(view)
         return view.astype(self._dtype_of(view).bits) if bits is None else bits
 
+    def writable_problem(self, view: Array) -> str | None:
+        """Why an array cannot be filled by a load, or None."""
+        if not view.flags.writeable:
+            return "the array is read-only; pass a writable copy"
+        if any(stride == 0 and size > 1 for stride, size in zip(view.strides, view.shape, strict=True)):
+            return "its elements share memory, as in a broadcast array; pass a copy"
+        return None
+
     def copy_into(self, view: Array, bits: Array, source_dtype: DType) -> None:
         """Write elements into the array, converting by `convert`.
 
@@ -102,7 +110,7 @@ class NumpyAdapter(ArrayAccess):
         boxes, views = ((Box.whole(value.shape),), (value,)) if value.size else ((), ())
         return LocalTensor(value.shape, dtype, boxes, views, self, storage=storage_of(value), plain=True)
 
-    def process_group(self, group: Any = None) -> ProcessGroup:
+    def process_group(self, group: Any = None, *, with_channel: bool = True) -> ProcessGroup:
         """A group of one.
 
         Raises:

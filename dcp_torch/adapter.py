@@ -58,14 +58,15 @@ class TorchAdapter:
         """Why a view cannot be the target of a load (its elements share memory), or None."""
         return elements.writable_problem(view)
 
-    def process_group(self, group: Any = None) -> ProcessGroup:
+    def process_group(self, group: Any = None, *, with_channel: bool = True) -> ProcessGroup:
         """The group of this process: `group`, or the job's default one, or a group of one.
 
         Args:
             group: A torch process group, a one-dimensional DeviceMesh, or None.
+            with_channel: False to only learn which rank this is.
 
         Raises:
             ArgumentError: This process is no member of the group.
             CoordinationError: The group has no way to exchange messages.
         """
-        return channel.process_group(group)
+        return channel.process_group(group, with_channel=with_channel)

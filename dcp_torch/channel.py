@@ -63,12 +63,13 @@ _lock = threading.RLock()
 _jobs: list[_Job] = []
 
 
-def process_group(group: Any = None) -> ProcessGroup:
+def process_group(group: Any = None, *, with_channel: bool = True) -> ProcessGroup:
     """The group of this process, its channel made once per process and group.
 
     Args:
         group: A torch process group, a one-dimensional DeviceMesh, or None for the job's default group. Without a job
             the process is a group of one.
+        with_channel: False to only learn which rank this is.
 
     Raises:
         ArgumentError: This process is no member of the group, or the group does not exist any more.
@@ -84,6 +85,8 @@ def process_group(group: Any = None) -> ProcessGroup:
         raise ArgumentError(f"rank {global_rank} is no member of the process group of ranks {_shown(ranks)}")
     if len(ranks) == 1:
         return ProcessGroup(global_rank=global_rank)
+    if not with_channel:
+        return ProcessGroup(ranks.index(global_rank), len(ranks), global_rank)
     with _lock:
         job = _current_job(distributed_c10d._get_default_group())
         found = job.groups.get(ranks)

@@ -43,6 +43,10 @@ class TensorAccess(Protocol):
         """The part of a view that `box` selects, sharing its memory; coordinates relative to the view."""
         ...
 
+    def writable_problem(self, view: Any) -> str | None:
+        """Why a view cannot be filled by a load (read-only, elements that share memory), or None."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class LocalTensor:

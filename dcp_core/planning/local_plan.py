@@ -199,12 +199,6 @@ def check_writable(tensor: LocalTensor, name: str) -> None:
         UnsupportedValueError: A read-only array, or one that repeats elements in memory.
     """
     for view in tensor.views:
-        host = tensor.access.host_array(view)
-        if host is None:
-            continue
-        if not host.flags.writeable:
-            raise UnsupportedValueError(f"{name!r} is read-only and cannot be loaded into; pass a writable copy")
-        if any(stride == 0 and size > 1 for stride, size in zip(host.strides, host.shape, strict=True)):
-            raise UnsupportedValueError(
-                f"{name!r} repeats its elements in memory (an expanded view) and cannot be loaded into; pass a clone"
-            )
+        problem = tensor.access.writable_problem(view)
+        if problem is not None:
+            raise UnsupportedValueError(f"{name!r} cannot be loaded into: {problem}")

@@ -122,11 +122,12 @@ class NumpyRankAdapter(NumpyAdapter):
         """Describe a `ShardedArray`, or what `NumpyAdapter` describes."""
         return value.describe() if isinstance(value, ShardedArray) else super().describe(value)
 
-    def process_group(self, group: Any = None) -> ProcessGroup:
+    def process_group(self, group: Any = None, *, with_channel: bool = True) -> ProcessGroup:
         """The group of all ranks, or of those in `group`; a group of one outside `run_ranks`.
 
         Args:
             group: Ranks that form a group, ascending, this one among them; None: all.
+            with_channel: Makes no difference here.
 
         Raises:
             ArgumentError: This rank is not in the group.

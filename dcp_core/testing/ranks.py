@@ -29,7 +29,7 @@ from typing import Any
 _EXIT_SECONDS = 3.0
 _TAIL_CHARS = 4000
 _TIMEOUT_MARK = "Timeout ("
-_PRELOADED = ("dcp_core.testing.numpy_ranks", "dcp_core.api")
+_PRELOADED = ["dcp_core.testing.numpy_ranks", "dcp_core.api"]
 _PRELOADED_IF_IMPORTED = ("pytest", "hypothesis", "hypothesis.extra.numpy")
 
 
@@ -89,6 +89,11 @@ class _Outcome:
 
 
 _current: RankContext | None = None
+
+
+def preload(*modules: str) -> None:
+    """Have modules imported once, before ranks are forked; takes effect for a fork server that has not started yet."""
+    _PRELOADED.extend(module for module in modules if module not in _PRELOADED)
 
 
 def current_rank() -> RankContext | None:

@@ -253,9 +253,9 @@ def demonstrate(directory: Path) -> int:
         print(f"\nFAILED  {line}")
     if not failed:
         print(
-            "\nOK: every layout loaded the bits that were saved. In the same layout the losses that follow have the"
-            f"\nsame bits, too; in the others they agree to {TOLERANCE:g} (relative), as their sums run in another order."
+            "\nOK: every layout loaded the bits that were saved. In the same layout the losses that follow have the same"
         )
+        print(f"bits, too; in the others they agree to {TOLERANCE:g} (relative): their sums run in another order.")
     print(f"\n{time.perf_counter() - start:.0f} s in all")
     return len(failed)
 

@@ -6,7 +6,6 @@ backend. Under `torchrun -m pytest` the ranks are the processes of that job.
 
 from __future__ import annotations
 
-import importlib
 import os
 import tempfile
 import traceback
@@ -33,6 +32,7 @@ _PRELOADED = (
     "dcp_torch.api",
     "torch._dynamo",  # DTensor's first operation imports it
 )
+ranks.preload(*_PRELOADED)  # at import, so before the first test starts the fork server
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,6 @@ def run_gloo(
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         return _run_in_torchrun(function, world_size, args, init=init and backend is None)
-    _preload_torch()
     with tempfile.TemporaryDirectory(prefix="gloo-") as directory:
         return run_ranks(
             _start,
@@ -119,13 +118,6 @@ def _by_reference(function: Callable[..., Any]) -> Callable[..., Any]:
     if "<locals>" in function.__qualname__:
         raise TypeError(f"{function.__qualname__} is a closure; ranks need a function of a module")
     return function
-
-
-def _preload_torch() -> None:
-    importlib.import_module(_PRELOADED[-1])  # the fork server loads what is loaded here
-    missing = [name for name in _PRELOADED if name not in ranks._PRELOADED_IF_IMPORTED]
-    preloaded = (*ranks._PRELOADED_IF_IMPORTED, *missing)
-    setattr(ranks, "_PRELOADED_IF_IMPORTED", preloaded)  # noqa: B010  # its type has a fixed length
 
 
 def _start(

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
-import math
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -23,7 +20,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 import dcp_torch
 from tests.torch.gloo_ranks import TorchRank, run_gloo
-from tests.torch.states import assert_same, assert_same_leaf, leaves, poison, shard, values, whole
+from tests.torch.states import assert_same, assert_same_leaf, poison, shard, tensors, values, whole
 
 # -- a training job under many layouts -----------------------------------------------------------------------------
 
@@ -123,6 +120,10 @@ def extras(rank: TorchRank, seed: int) -> dict[str, Any]:
     }
 
 
+def placements_of(tensor: Tensor) -> tuple[Placement, ...]:
+    return tuple(tensor.placements) if isinstance(tensor, DTensor) else ()
+
+
 Variants = Sequence[tuple[str, bool]]
 
 
@@ -132,6 +133,8 @@ def save_first(rank: TorchRank, layout: str, root: Path, variants: Variants) -> 
         place = root / optimizer
         training = Training(rank, layout, optimizer, flat=flat, seed=3, rate=0.125)
         training.train(2)
+        if layout == "fsdp2tp2":
+            assert any(isinstance(p, _StridedShard) for t in tensors(training.state()) for p in placements_of(t))
         state = {**training.state(), **extras(rank, 11)}
         truth = whole(training.state())
         if rank.rank == 0:
@@ -182,3 +185,92 @@ def test_model_and_optimizer_survive_every_change_of_layout(
     run_gloo(save_first, _WORLD[layouts[0]], layouts[0], tmp_path, variants)
     for step, layout in enumerate(layouts[1:]):
         run_gloo(load_on, _WORLD[layout], layout, tmp_path, variants, step)
+
+
+# -- random layouts ------------------------------------------------------------------------------------------------
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int8, torch.bool, torch.complex64, torch.float8_e4m3fn)
+_MESHES = (
+    [0, 1, 2, 3, 4, 5, 6, 7],
+    [7, 5, 3, 1, 6, 4, 2, 0],
+    [[0, 1, 2, 3], [4, 5, 6, 7]],
+    [[0, 4], [1, 5], [2, 6], [3, 7]],
+    [[[0, 1], [2, 3]], [[4, 5], [6, 7]]],
+    [[2, 5, 6], [1, 0, 3]],
+    [1, 3, 6],
+    [5],
+)
+_BY_MESH, _BY_BOXES, _BY_RANGES = "DTensor", "boxes", "flat ranges"
+
+
+def drawn_shape(draw: random.Random) -> tuple[int, ...]:
+    return tuple(draw.choice((0, 1, 2, 3, 5, 8, 9, 13)) for _ in range(draw.randrange(4)))
+
+
+def drawn_placement(draw: random.Random, ndim: int, is_last: bool) -> Placement:
+    if not ndim or draw.random() < 0.3:
+        return Replicate()
+    dim = draw.randrange(ndim)
+    return Shard(dim) if is_last or draw.random() < 0.6 else _StridedShard(dim, split_factor=draw.choice((2, 3)))
+
+
+def drawn_boxes(draw: random.Random, shape: Sequence[int], parts: int) -> list[tuple[slice, ...]]:
+    """Cut a box by random planes until there are enough."""
+    boxes = [tuple(slice(0, size) for size in shape)]
+    for _ in range(parts - 1):
+        box = boxes.pop(draw.randrange(len(boxes)))
+        splittable = [dim for dim, part in enumerate(box) if part.stop - part.start > 1]
+        if not splittable:
+            boxes.append(box)
+            continue
+        dim = draw.choice(splittable)
+        at = draw.randrange(box[dim].start + 1, box[dim].stop)
+        for part in (slice(box[dim].start, at), slice(at, box[dim].stop)):
+            boxes.append((*box[:dim], part, *box[dim + 1 :]))
+    return boxes
+
+
+def drawn_part(draw: random.Random, whole: Tensor, rank: TorchRank, meshes: Sequence[DeviceMesh]) -> Tensor | None:
+    """This rank's part of a tensor in a random layout, which all ranks draw alike; None if it has no part."""
+    kind = draw.choice((_BY_MESH, _BY_BOXES, _BY_RANGES) if whole.numel() else (_BY_MESH,))
+    if kind == _BY_MESH:
+        mesh = draw.choice(meshes)
+        return shard(whole, mesh, [drawn_placement(draw, whole.ndim, i == mesh.ndim - 1) for i in range(mesh.ndim)])
+    source = whole if kind == _BY_BOXES else whole.reshape(-1)
+    boxes = drawn_boxes(draw, source.shape, draw.randrange(1, rank.world_size + 1))
+    holders = [*range(len(boxes)), *(draw.randrange(-1, len(boxes)) for _ in range(rank.world_size - len(boxes)))]
+    draw.shuffle(holders)
+    mine = holders[rank.rank]
+    if mine < 0:
+        return None
+    part = source[boxes[mine]].clone().to(rank.device)
+    return dcp_torch.annotate_shard(part, offsets=[cut.start for cut in boxes[mine]], global_shape=whole.shape)
+
+
+def drawn_state(
+    draw: random.Random, wholes: Sequence[Tensor], rank: TorchRank, meshes: Sequence[DeviceMesh]
+) -> dict[str, Tensor]:
+    parts = {f"t{at}": drawn_part(draw, each, rank, meshes) for at, each in enumerate(wholes)}
+    return {name: part for name, part in parts.items() if part is not None}
+
+
+def check_random(rank: TorchRank, root: Path, seed: int, rounds: int) -> int:
+    meshes = [DeviceMesh(rank.device.type, ranks) for ranks in _MESHES]
+    compared = 0
+    for number in range(rounds):
+        draw = random.Random(f"{seed} {number}")
+        wholes = [values(drawn_shape(draw), draw.choice(_DTYPES), draw.randrange(99)) for _ in range(5)]
+        dcp_torch.save(drawn_state(draw, wholes, rank, meshes), checkpoint_id=root / f"{number}", durable=False)
+        state = random.Random(f"{seed} {number} target").getrandbits(64)
+        found, expected = (drawn_state(random.Random(state), wholes, rank, meshes) for _ in range(2))
+        poison(found)
+        dcp_torch.load(found, checkpoint_id=root / f"{number}")
+        assert_same(found, expected)
+        compared += sum(tensor.numel() for tensor in found.values())
+    return compared
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_any_layout_loads_into_any_other(seed: int, tmp_path: Path) -> None:
+    compared = run_gloo(check_random, 8, tmp_path, seed, 16)
+    assert sum(compared) > 1000
