@@ -45,7 +45,7 @@ class FlatState:
         leaves: Value of each leaf by path, in the order of the state.
         containers: "dict", "OrderedDict", "list", "tuple" or "namedtuple" for every container that was entered,
             the root and empty ones included.
-        empty: Paths of the containers that hold nothing.
+        empty: Paths of containers, and of lists and tuples that are leaves, that hold nothing.
     """
 
     leaves: dict[StatePath, object]
@@ -81,8 +81,8 @@ def is_stateful(value: object) -> bool:
 def flatten(state: Mapping[Any, object], is_leaf: IsLeaf) -> FlatState:
     """Take a state apart into leaves.
 
-    Mappings are always entered. A list or tuple is entered when it is empty or holds, through lists and tuples, a
-    tensor, a mapping, a Stateful or a `PerRank`; otherwise the whole list or tuple is one leaf. A Stateful that is no
+    Mappings are always entered. A list or tuple is entered when it holds, through lists and tuples, a tensor, a
+    mapping, a Stateful or a `PerRank`; otherwise the whole list or tuple is one leaf, an empty one too. A Stateful that is no
     mapping is a leaf: see `expand_stateful`.
 
     Args:
@@ -103,6 +103,8 @@ def flatten(state: Mapping[Any, object], is_leaf: IsLeaf) -> FlatState:
                 empty.append(path)
         else:
             leaves[path] = value
+            if type(value) in (list, tuple) and not value:
+                empty.append(path)
     return FlatState(leaves, containers, frozenset(empty))
 
 
@@ -172,8 +174,8 @@ class _Walker:
         if self._opens_stateful and is_stateful(value):
             return "stateful"
         if isinstance(value, (list, tuple)):
-            if not value:
-                return "container" if type(value) in (list, tuple) or hasattr(value, "_fields") else "leaf"
+            if not value and hasattr(value, "_fields"):
+                return "container"
             return "container" if self._holds_reason(value, path, len(path)) else "leaf"
         return "container" if isinstance(value, Mapping) else "leaf"
 

@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import struct
 import zlib
-from array import array
-from collections.abc import Iterator, Sequence
-from itertools import pairwise
-from typing import Any, TypeVar, overload
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from dcp_core.errors import CorruptError
+from dcp_core.formats.slices import Slices
 from dcp_core.metadata import Int64, UInt64
 
 FREE_NBYTES = 1 << 22
@@ -34,38 +33,6 @@ _BYTES = struct.Struct("<BQQ")
 _COUNT = struct.Struct("<Q")
 _WORTH_COMPRESSING_NBYTES = 24
 _THOROUGH_NBYTES = 1 << 16
-
-
-_Text = TypeVar("_Text", str, bytes)
-
-
-class Slices(Sequence[_Text]):
-    """Consecutive slices of one string, cut when asked for: a name table without an object a name.
-
-    Args:
-        joined: The whole string.
-        bounds: Where each slice starts, and where the last one ends. Shape (N + 1,).
-    """
-
-    def __init__(self, joined: _Text, bounds: Int64) -> None:
-        self._joined: _Text = joined
-        self._bounds = array("q", bounds.tobytes())
-
-    def __len__(self) -> int:
-        return len(self._bounds) - 1
-
-    @overload
-    def __getitem__(self, index: int) -> _Text: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[_Text]: ...
-    def __getitem__(self, index: int | slice) -> _Text | list[_Text]:
-        if isinstance(index, slice):
-            return [self[row] for row in range(*index.indices(len(self)))]
-        row = index if 0 <= index < len(self._bounds) - 1 else range(len(self))[index]
-        return self._joined[self._bounds[row] : self._bounds[row + 1]]
-
-    def __iter__(self) -> Iterator[_Text]:
-        return (self._joined[start:stop] for start, stop in pairwise(self._bounds))
 
 
 class ColumnWriter:

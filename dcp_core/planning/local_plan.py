@@ -188,7 +188,7 @@ def compared_values(table: LocalTable, excluded: Sequence[int]) -> tuple[list[in
 def special_containers(state: LocalState) -> tuple[tuple[bytes, str], ...]:
     """The containers that the paths of the leaves do not determine: empty ones, and kinds of their own. Sorted."""
     flat = state.flat
-    kept = [path for path, kind in flat.containers.items() if kind not in _DERIVED_KINDS or path in flat.empty]
+    kept = [path for path, kind in flat.containers.items() if path in flat.empty or kind not in _DERIVED_KINDS]
     return tuple(sorted((encode_path(path), flat.containers[path]) for path in kept))
 
 

@@ -171,9 +171,11 @@ def _refuse_empty_containers(state: LocalState, metadata: Metadata) -> None:
         if not path:
             continue
         if any(find_entries(metadata, path)):
-            raise MissingKeysError(
-                f"{plain_name(path)!r} is empty in the target but the checkpoint has a value there; put anything else "
-                "there to be replaced (None will do), or leave the key out"
+            if path not in state.flat.containers:
+                continue  # an empty list or tuple is a plain value, and is replaced by what is stored
+            raise PlanningError(
+                f"{plain_name(path)!r} is an empty {state.flat.containers[path]} in the target and a value in the "
+                "checkpoint; put None there to have it replaced, or leave the key out"
             )
         names = list(metadata.source.names()) if names is None else names
         prefix = plain_name(path) + "."

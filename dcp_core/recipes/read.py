@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dcp_core.arrays import ArrayAccess
-from dcp_core.box import Box, contains, slices
+from dcp_core.box import Box, contains
 from dcp_core.errors import ArgumentError, MissingKeysError
 from dcp_core.execution.filesystem import FileSystemReader
 from dcp_core.execution.interfaces import CheckpointId, ReadContext
@@ -51,7 +51,7 @@ class _IntoArray:
         self._access = access
 
     def acquire_tensor(self, item: ReadItem) -> npt.NDArray[Any]:
-        return self._array[slices(Box(item.dest_offsets, item.lengths))]
+        return self._access.narrow(self._array, Box(item.dest_offsets, item.lengths))
 
     def access(self, item: ReadItem) -> ArrayAccess:
         return self._access

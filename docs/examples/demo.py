@@ -252,10 +252,8 @@ def demonstrate(directory: Path) -> int:
     for line in failed:
         print(f"\nFAILED  {line}")
     if not failed:
-        print(
-            "\nOK: every layout loaded the bits that were saved. In the same layout the losses that follow have the same"
-        )
-        print(f"bits, too; in the others they agree to {TOLERANCE:g} (relative): their sums run in another order.")
+        print("\nOK: every layout loaded the bits that were saved. In the same layout the losses that follow have the")
+        print(f"same bits; in the others they agree to {TOLERANCE:g} (relative): their sums run in another order.")
     print(f"\n{time.perf_counter() - start:.0f} s in all")
     return len(failed)
 

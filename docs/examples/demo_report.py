@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -100,6 +101,8 @@ def print_resumed(saved: JobResult, resumed: Sequence[JobResult], at: int) -> No
 def failures(saved: JobResult, resumed: Sequence[JobResult], tolerance: float) -> list[str]:
     """What should hold and does not, one line each."""
     found = []
+    if len({rank.digest for rank in saved.ranks}) != 1:
+        found.append(f"{saved.layout.name}: the ranks that saved disagree about the state")
     for job in resumed:
         if not _has_saved_state(saved, job):
             found.append(f"{job.layout.name}: the state after the load is not the one that was saved")
@@ -118,8 +121,10 @@ def _has_saved_state(saved: JobResult, job: JobResult) -> bool:
 
 
 def _difference(saved: JobResult, job: JobResult) -> float:
+    """The largest relative difference of a loss; infinite where one is not a number."""
     pairs = zip(saved.losses[1:], job.losses[1:], strict=False)
-    return max(abs(there - here) / abs(here) for here, there in pairs)
+    differences = [abs(there - here) / abs(here) for here, there in pairs]
+    return max(math.inf if math.isnan(difference) else difference for difference in differences)
 
 
 def _mib(nbytes: int) -> str:

@@ -22,7 +22,7 @@ Place: TypeAlias = tuple[Any, ...]
 KEYS: tuple[Any, ...] = ("a", "b", "a.b", 0, 1, "0", "a@0", "слой 1/w", "", 7, None, "__metadata__")
 OBJECTS: tuple[Any, ...] = (
     None, True, 3, -(2**70), 0.1, float("nan"), 1j, "tëxt", b"\x00\xff", [1, [2, "x"]], (1, (2,)), {3, "s"},
-    frozenset({1}), date(2024, 2, 29), np.float32(1.5), np.int64(7), np.array(["a", "bc"]), np.dtype("float32"), [], (),
+    frozenset({1}), date(2024, 2, 29), np.float32(1.5), np.int64(7), np.array(["a", "bc"]), np.dtype("float32"),
 )  # fmt: skip
 GUARD = 0xA5
 
@@ -76,13 +76,17 @@ def _random_tensor(rng: Random) -> Tensor:
     return Tensor(random_bits(rng, shape, dtype), dtype, is_sharded)
 
 
-def leaves(node: Any, place: Place = (), droppable: bool = False) -> Iterator[tuple[Place, Any, bool]]:
-    """(place, leaf, whether a rank may leave it out) of every leaf, in one order on all ranks."""
+NEVER, SAVING, ALWAYS = 0, 1, 2
+"""When a rank may leave a leaf out: never (in a list), when it saves (the first of its dict), always."""
+
+
+def leaves(node: Any, place: Place = (), droppable: int = NEVER) -> Iterator[tuple[Place, Any, int]]:
+    """(place, leaf, when a rank may leave it out) of every leaf, in one order on all ranks."""
     if isinstance(node, (Tensor, Value)):
         yield place, node, droppable
     elif isinstance(node, dict):
-        for key, child in node.items():
-            yield from leaves(child, (*place, (type(key).__name__, key)), True)
+        for number, (key, child) in enumerate(node.items()):
+            yield from leaves(child, (*place, (type(key).__name__, key)), ALWAYS if number else SAVING)
     else:
         for index, child in enumerate(node):
             yield from leaves(child, (*place, index))
@@ -212,7 +216,7 @@ def _at(state: Any, place: Place) -> Any:
 def poisoned(bits: Bits) -> Bits:
     """Other bits in every element."""
     if bits.dtype == np.bool_:
-        return np.logical_not(bits)
+        return np.logical_not(bits, out=np.empty_like(bits))
     flipped = np.invert(np.ascontiguousarray(bits).reshape(-1).view(np.uint8))
     return flipped.view(bits.dtype).reshape(bits.shape)
 
@@ -230,7 +234,7 @@ def wanted_state(tree: Any, rng: Random) -> Target:
         return view
 
     for place, leaf, droppable in leaves(tree):
-        if droppable and rng.random() < 0.15:
+        if droppable == ALWAYS and rng.random() < 0.15:
             values[place] = ABSENT
             continue
         if isinstance(leaf, Value):

@@ -14,41 +14,17 @@ import numpy as np
 import pytest
 import safetensors
 
-from dcp_core.api import load, read, save
+from dcp_core.api import read
 from dcp_core.box import Box, slices
-from dcp_core.coordination.exchange import Exchange
+from dcp_core.execution.filesystem import FileSystemReader
 from dcp_core.file_names import METADATA_NAME, data_file_name
 from dcp_core.metadata import Metadata, StoredTensor, box_of
 from dcp_core.planning.standard_save import StandardSavePlanner
-from dcp_core.state_path import key_path
-from dcp_core.testing.numpy_ranks import NumpyRankAdapter
 from dcp_core.testing.ranks import RankContext, run_ranks
+from tests.core.rank_jobs import load, save, together
 from tests.core.random_states import Tensor, leaves, random_tree, saved_state, tensor_bytes, wanted_state
 
 pytestmark = pytest.mark.timeout(120)
-
-ADAPTER = NumpyRankAdapter()
-SECONDS = 30.0
-
-
-def barrier(context: RankContext) -> None:
-    group = ADAPTER.process_group()
-    Exchange(context.rank, context.world_size, group.channel, key="test-barrier", timeout_seconds=SECONDS).run("wait")
-
-
-def save_on(ranks: int, state: Any, directory: str, planner: StandardSavePlanner) -> Metadata:
-    return save(
-        state, checkpoint_id=directory, planner=planner, process_group=range(ranks), timeout_seconds=SECONDS,
-        durable=False, adapter=ADAPTER,
-    )  # fmt: skip
-
-
-def load_on(ranks: int, state: Any, directory: str, verify: Any = True) -> None:
-    load(
-        state, checkpoint_id=directory, process_group=range(ranks), timeout_seconds=SECONDS, verify=verify,
-        adapter=ADAPTER,
-    )  # fmt: skip
-
 
 def rounds(context: RankContext, directory: str, seed: int, count: int) -> int:
     """Save on some ranks, load on others, twice; returns how many bytes of tensors went through."""
@@ -60,20 +36,18 @@ def rounds(context: RankContext, directory: str, seed: int, count: int) -> int:
         dedup = rng.random() < 0.7
         planner = StandardSavePlanner(rng.random() < 0.5, dedup, rng.random() < 0.3)
         layout = rng.randrange(1 << 30)
-        if context.rank < savers:
-            state = saved_state(tree, Random(layout), savers, context.rank)
-            metadata = save_on(savers, state, directory, planner)
-            if context.rank == 0:
-                check_files(Path(directory), metadata, tree, exact=dedup)
-        barrier(context)
-        for attempt in range(2):
-            if context.rank < loaders:
+        verify = rng.choice([True, "full", False])
+        with together(context):
+            if context.rank < savers:
+                state = saved_state(tree, Random(layout), savers, context.rank)
+                metadata = save(state, directory, planner=planner, process_group=range(savers))
+                if context.rank == 0:
+                    check_files(Path(directory), metadata, tree, exact=dedup)
+        with together(context):
+            for attempt in range(2 if context.rank < loaders else 0):
                 target = wanted_state(tree, Random(f"{layout} {attempt} {context.rank}"))
-                load_on(loaders, target.state, directory, verify=rng.choice([True, "full", False]))
+                load(target.state, directory, verify=verify, process_group=range(loaders))
                 target.check()
-            else:
-                rng.choice([True, "full", False])
-        barrier(context)
         total += tensor_bytes(tree)
     return total
 
@@ -127,19 +101,19 @@ def _entry(contents: dict[str, Any], stored: StoredTensor, box: Box) -> Any:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_random_tilings_saved_come_back_in_random_tilings(seed: int, tmp_path: Path) -> None:
-    totals = run_ranks(rounds, 5, str(tmp_path / "checkpoint"), seed, 12, timeout_seconds=100)
+    totals = run_ranks(rounds, 5, str(tmp_path / "checkpoint"), seed, 30, timeout_seconds=100)
     assert totals == [totals[0]] * 5
     assert totals[0] > 0
 
 
 def save_once(context: RankContext, directory: str, seed: int) -> None:
     state = saved_state(random_tree(Random(seed)), Random(seed), context.world_size, context.rank)
-    save_on(context.world_size, state, directory, StandardSavePlanner())
+    save(state, directory)
 
 
 def load_once(context: RankContext, directory: str, seed: int) -> None:
     target = wanted_state(random_tree(Random(seed)), Random(f"{seed} {context.rank}"))
-    load_on(context.world_size, target.state, directory)
+    load(target.state, directory)
     target.check()
 
 
@@ -154,8 +128,6 @@ def test_one_tensor_or_a_region_of_it_can_be_read_by_anybody(tmp_path: Path) -> 
     seed = 5
     run_ranks(save_once, 3, str(tmp_path), seed)
     tree, rng, count = random_tree(Random(seed)), Random(1), 0
-    from dcp_core.execution.filesystem import FileSystemReader
-
     reader = FileSystemReader(tmp_path)
     reader.initialize_reader()
     source = reader.load_metadata().source
@@ -179,16 +151,15 @@ def save_alone(context: RankContext, directory: str, seed: int) -> None:
     rng = Random(seed)
     tree = random_tree(rng)
     state = saved_state(tree, Random(seed), context.world_size, context.rank)
-    options: dict[str, Any] = {"checkpoint_id": directory, "use_collectives": False, "adapter": ADAPTER}
-    save(state, durable=False, **options)
-    barrier(context)
+    with together(context):
+        save(state, directory, use_collectives=False)
     target = saved_state(tree, Random(seed), context.world_size, context.rank)
-    held = _poison(target)
-    load(target, **options)
-    _check_same(target, state)
-    barrier(context)
+    with together(context):
+        held = _poison(target)
+        load(target, directory, use_collectives=False)
+        _check_same(target, state)
     held += _poison(target)
-    load(target, checkpoint_id=directory, adapter=ADAPTER, timeout_seconds=SECONDS)
+    load(target, directory)
     _check_same(target, state)
     assert bool(held) == any(isinstance(leaf, Tensor) for _, leaf, _ in leaves(tree)) or context.rank > 0
 
@@ -225,4 +196,3 @@ def test_without_collectives_each_rank_gets_back_what_it_saved(seed: int, tmp_pa
     run_ranks(save_alone, 3, str(tmp_path), seed)
     assert {path.name for path in tmp_path.glob("*.metadata")} == {"0.metadata", "1.metadata", "2.metadata"}
     assert not (tmp_path / METADATA_NAME).exists()
-    assert key_path("a") != key_path("b")

@@ -306,14 +306,13 @@ def test_containers_are_recorded_with_their_kind_and_empty_ones_apart() -> None:
         "": "dict",
         "o": "OrderedDict",
         "d": "dict",
-        "d.k": "list",
         "l": "list",
         "n": "namedtuple",
-        "n.1": "tuple",
         "t": "tuple",
         "t.1": "dict",
     }
     assert {plain_name(path) for path in found.empty} == {"d.k", "n.1", "t.1"}
+    assert {plain_name(path) for path in found.leaves} == {"o.x", "d.k", "l.0", "n.0", "n.1", "t.0"}
 
 
 def test_an_empty_state_is_an_empty_root() -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
+
+from dcp_core.errors import DcpError
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 
@@ -106,3 +109,36 @@ def _whole_leaf(value: Any) -> Any:
     if isinstance(value, DTensor):
         return value.full_tensor().detach().cpu()
     return value.detach().clone().cpu() if isinstance(value, Tensor) else value
+
+
+def raised(call: Callable[[], object]) -> tuple[str, str]:
+    """Class name and text of the error that a call raises."""
+    try:
+        call()
+    except DcpError as error:
+        return type(error).__name__, str(error)
+    return "", "nothing was raised"
+
+
+def same_on_all(found: Sequence[tuple[str, str]]) -> tuple[str, str]:
+    """What `raised` returned on every rank."""
+    assert len(set(found)) == 1, found
+    return found[0]
+
+
+class LogLines(logging.Handler):
+    """Collects what the library logs in this process, from its creation on."""
+
+    def __init__(self, level: int = logging.WARNING) -> None:
+        super().__init__(level)
+        self.lines: list[str] = []
+        logger = logging.getLogger("dcp")
+        logger.addHandler(self)
+        logger.setLevel(min(level, logger.level or level))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+    def with_words(self, *words: str) -> list[str]:
+        """The lines that hold all of some words."""
+        return [line for line in self.lines if all(word in line for word in words)]
