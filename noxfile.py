@@ -17,7 +17,7 @@ nox.options.sessions = ["tests"]
 
 TORCH = "torch==2.13.0"  # exact: an open range may take another build, of several gigabytes
 ONE_THREAD_A_RANK = {"OMP_NUM_THREADS": "1"}
-IN_ORDER = ("lint", "types", "docs", "tests_numpy2", "tests_torch")
+IN_ORDER = ("lint", "types", "docs", "tests_numpy2", "demo", "tests_torch")
 
 
 def _install_torch(session: nox.Session) -> None:
@@ -39,7 +39,7 @@ def demo(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def tests(session: nox.Session) -> None:
-    """All that CI checks: lint, types, docs, the core on numpy 2, then everything with torch."""
+    """All that CI checks: lint, types, docs, the core on numpy 2, the demo, then everything with torch."""
     for name in IN_ORDER:
         session.notify(name)
     session.log(f"runs in this order: {', '.join(IN_ORDER)}")

@@ -82,8 +82,8 @@ def flatten(state: Mapping[Any, object], is_leaf: IsLeaf) -> FlatState:
     """Take a state apart into leaves.
 
     Mappings are always entered. A list or tuple is entered when it holds, through lists and tuples, a tensor, a
-    mapping, a Stateful or a `PerRank`; otherwise the whole list or tuple is one leaf, an empty one too. A Stateful that is no
-    mapping is a leaf: see `expand_stateful`.
+    mapping, a Stateful or a `PerRank`; otherwise the whole list or tuple is one leaf, an empty one too. A Stateful
+    that is no mapping is a leaf: see `expand_stateful`.
 
     Args:
         state: The state; its root must be a mapping.

@@ -113,7 +113,8 @@ class LoadRecipe:
     def _find_metadata(self, failed: BaseException | None) -> bytes:
         """Exchange 1: the arguments; the description, or which one."""
         payload, error = (None, failed) if failed is not None else attempt(self._prepare)
-        return self.exchange.run("load/metadata", payload or b"", error=error, compute=self._describe_checkpoint)
+        with stage("all_gather_object"):
+            return self.exchange.run("load/metadata", payload or b"", error=error, compute=self._describe_checkpoint)
 
     def _prepare(self) -> bytes:
         """Open the target up: Stateful objects by their state."""

@@ -145,7 +145,8 @@ class SaveRecipe:
     def _agree(self, state: Mapping[Any, Any], failed: BaseException | None) -> None:
         """Exchange 1: the arguments, the save's id, and whether a known plan serves."""
         payload, error = (None, failed) if failed is not None else attempt(lambda: self._prepare(state))
-        answer = self.exchange.run("save/agree", payload or b"", error=error, compute=self._decide)
+        with stage("all_gather_object"):
+            answer = self.exchange.run("save/agree", payload or b"", error=error, compute=self._decide)
         self._ticket = _Ticket.from_bytes(answer)
 
     def _prepare(self, state: Mapping[Any, Any]) -> bytes:
@@ -209,8 +210,9 @@ class SaveRecipe:
         payload = pack(self._encoded.payload, self._nesting)
         with stage("all_gather_object"):
             answer = self.exchange.run("save/plan", payload, compute=self._plan_globally)
-        writes = decode_answer(answer, self._table)
-        self._current = CachedPlan(writes.plan_digest, writes)
+        own, nesting_digest = unpack(answer)
+        writes = decode_answer(own, self._table)
+        self._current = CachedPlan(xxhash.xxh3_128_digest(writes.plan_digest + nesting_digest), writes)
         return self._final_plan(writes)
 
     def _final_plan(self, writes: WriteList) -> SavePlan:
@@ -225,9 +227,11 @@ class SaveRecipe:
         with stage("build_global_plan"):
             plans = self.writer.optimize_global_plan(self.planner.build_global_plan(received))
             plan, answers = settle_plans(plans, received, check_coverage=self.job.use_collectives)
-        self._global = plan, _join_nesting({nesting for _, nesting in parts})
+        nesting = _join_nesting({nesting for _, nesting in parts})
+        self._global = plan, nesting
         _warn_of_divergence(plan)
-        return answers
+        nesting_digest = xxhash.xxh3_128_digest(encode_value(nesting.containers))
+        return [pack(answer, nesting_digest) for answer in answers]
 
     def _write_and_commit(self, final: SavePlan) -> None:
         """Write this rank's files; exchange 3: results in, commit."""
@@ -270,7 +274,8 @@ class SaveRecipe:
         tensors, chunks = describe_tensors(plan, files)
         body = encode_body(MetadataColumns(tensors, chunks, describe_objects(plan, files), nesting))
         sums = np.bincount(plan.position, weights=plan.nbytes, minlength=len(plan.table.ranks))
-        return CachedPlan(plan.digest, self._current.writes, body, tuple(int(n) for n in sums.tolist()))
+        data_nbytes = tuple(int(n) for n in sums.tolist())
+        return CachedPlan(self._current.plan_digest, self._current.writes, body, data_nbytes)
 
     def _commit(self, payloads: Sequence[bytes]) -> bytes:
         """On the coordinator: check the results and make the checkpoint complete."""

@@ -146,7 +146,7 @@ def test_one_tensor_or_a_region_of_it_can_be_read_by_anybody(tmp_path: Path) -> 
     assert count > 3
 
 
-def save_alone(context: RankContext, directory: str, seed: int) -> None:
+def save_alone(context: RankContext, directory: str, seed: int) -> int:
     """Without collectives every rank saves what it holds, and gets just that back."""
     rng = Random(seed)
     tree = random_tree(rng)
@@ -161,7 +161,7 @@ def save_alone(context: RankContext, directory: str, seed: int) -> None:
     held += _poison(target)
     load(target, directory)
     _check_same(target, state)
-    assert bool(held) == any(isinstance(leaf, Tensor) for _, leaf, _ in leaves(tree)) or context.rank > 0
+    return held
 
 
 def _poison(node: Any) -> int:
@@ -193,6 +193,6 @@ def _check_same(one: Any, other: Any) -> None:
 
 @pytest.mark.parametrize("seed", [2, 3, 11])
 def test_without_collectives_each_rank_gets_back_what_it_saved(seed: int, tmp_path: Path) -> None:
-    run_ranks(save_alone, 3, str(tmp_path), seed)
+    assert sum(run_ranks(save_alone, 3, str(tmp_path), seed)) > 0
     assert {path.name for path in tmp_path.glob("*.metadata")} == {"0.metadata", "1.metadata", "2.metadata"}
     assert not (tmp_path / METADATA_NAME).exists()

@@ -10,8 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed._shard.sharded_tensor import Shard as LocalShard
-from torch.distributed._shard.sharded_tensor import ShardedTensor, init_from_local_shards
+from torch.distributed._shard.sharded_tensor import init_from_local_shards
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed._shard.sharded_tensor.shard import Shard as LocalShard
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Partial, _StridedShard
@@ -219,7 +220,7 @@ def save_raises(rank: TorchRank, state: Callable[[TorchRank], Any], directory: P
         (differing_shape, "ShapeMismatchError", ("'t'", "(4, 2)", "(5, 2)", "rank 2")),
         (differing_dtype, "DTypeMismatchError", ("'t'", "float32", "float64", "rank 2")),
         (with_a_hole, "CoverageError", ("'t'", "(4, 0)")),
-        (with_an_overlap, "OverlapError", ("'t'", "ranks 0 and 1")),
+        (with_an_overlap, "OverlapError", ("'t'", "overlap", "rank 0", "rank 1")),
         (tensor_or_value, "PlanningError", ("'t'", "rank 1")),
     ],
 )
