@@ -45,6 +45,7 @@ __all__ = ["allow_pickled", "clear_plan_cache", "load", "read", "save"]
 
 BATCH_BYTES = 6 * 1024 * 1024
 DEADLINE_SECONDS = 1800.0
+_LONGEST_SECONDS = 1e9  # what every channel can count with
 
 
 def save(
@@ -92,6 +93,7 @@ def save(
         except ArgumentError as error:
             failed = failed or error
             writer, chosen, timeout_seconds = FileSystemWriter(), StandardSavePlanner(), _usable(timeout_seconds)
+            durable = True
         options = SaveOptions(checkpoint_id, float(timeout_seconds), bool(durable), f"hyper-dcp {__version__}")
         recipe = SaveRecipe(job, writer, chosen, options)
         with stage("_save_impl"):
@@ -223,17 +225,31 @@ class _Committed:
 
 def _job(adapter: Adapter | None, group: Any, no_dist: bool, use_collectives: bool) -> tuple[Job, BaseException | None]:
     """Find the group; what goes wrong with it on this rank alone cannot be told to others, and is raised."""
-    activate_codecs()
     chosen: Adapter = NumpyAdapter() if adapter is None else adapter
-    collectives = use_collectives is not False and no_dist is not True
+    no_dist, use_collectives = _is(no_dist, True), not _is(use_collectives, False)
+    collectives = use_collectives and not no_dist
     found = chosen.process_group(group, with_channel=collectives)
-    if no_dist is True:
+    if no_dist:
         found = ProcessGroup(found.global_rank, 1, found.global_rank, None, f"no_dist-{found.global_rank}")
     set_rank(found.global_rank)
-    adapters = active_adapters()
+    adapters, failed = _adapters()
     if chosen.name not in {other.name for other in adapters.adapters}:
         adapters = AdapterSet((chosen, *adapters.adapters), adapters.describers)
-    return Job(adapters, found, (chosen.name, chosen.version), collectives), None
+    return Job(adapters, found, (chosen.name, chosen.version), collectives), failed
+
+
+def _adapters() -> tuple[AdapterSet, BaseException | None]:
+    """Look for plugins; what this rank has installed may be broken, which the others are told."""
+    try:
+        activate_codecs()
+        return active_adapters(), None
+    except Exception as error:
+        return AdapterSet(()), error
+
+
+def _is(flag: object, value: bool) -> bool:
+    """Whether a flag, numpy's included, has a value."""
+    return isinstance(flag, (bool, np.bool_)) and bool(flag) is value
 
 
 def _checked(value: Any, kind: type[Any], name: str) -> Any:
@@ -250,14 +266,21 @@ def _check_place(checkpoint_id: object, storage: object) -> None:
 
 
 def _check_common(timeout_seconds: object) -> None:
-    if isinstance(timeout_seconds, bool) or not isinstance(timeout_seconds, (int, float)) or not timeout_seconds > 0:
-        raise ArgumentError(f"timeout_seconds must be a positive number of seconds, found {timeout_seconds!r}")
+    number = timeout_seconds if isinstance(timeout_seconds, (int, float)) and timeout_seconds is not True else 0
+    if not 0 < number <= _LONGEST_SECONDS:
+        raise ArgumentError(
+            f"timeout_seconds must be a positive number of seconds, at most {_LONGEST_SECONDS:g}, found "
+            f"{timeout_seconds!r}"
+        )
 
 
-def _usable(timeout_seconds: object) -> float:
+def _usable(timeout_seconds: Any) -> float:
     """A deadline for telling the others about a bad argument."""
-    good = isinstance(timeout_seconds, (int, float)) and timeout_seconds > 0
-    return float(timeout_seconds) if good else DEADLINE_SECONDS  # type: ignore[arg-type]  # checked just now
+    try:
+        _check_common(timeout_seconds)
+    except ArgumentError:
+        return DEADLINE_SECONDS
+    return float(timeout_seconds)
 
 
 def _check_flags(**flags: object) -> None:
@@ -267,7 +290,7 @@ def _check_flags(**flags: object) -> None:
 
 
 def _check_broadcast(broadcast: object, groups: object, batch_bytes: object) -> None:
-    if broadcast not in (True, False, "auto") or not isinstance(broadcast, (bool, str)):
+    if not isinstance(broadcast, (bool, str)) or broadcast not in (True, False, "auto"):
         raise ArgumentError(f'broadcast_replicated_tensors must be True, False or "auto", found {broadcast!r}')
     if groups is not None and broadcast is False:
         raise ArgumentError("broadcast_groups was given with broadcast_replicated_tensors=False; leave one of them out")

@@ -54,8 +54,8 @@ class ArrayAccess:
         """Why an array cannot be filled by a load, or None."""
         if not view.flags.writeable:
             return "the array is read-only; pass a writable copy"
-        if any(stride == 0 and size > 1 for stride, size in zip(view.strides, view.shape, strict=True)):
-            return "its elements share memory, as in a broadcast array; pass a copy"
+        if _may_share_elements(view):
+            return "its elements share memory, as in a broadcast array or overlapping windows; pass a copy"
         return None
 
     def copy_into(self, view: Array, bits: Array, source_dtype: DType) -> None:
@@ -119,6 +119,16 @@ class NumpyAdapter(ArrayAccess):
         if group is not None:
             raise ArgumentError(f"numpy knows no process groups: got {group!r}; call through your framework's package")
         return ProcessGroup()
+
+
+def _may_share_elements(array: Array) -> bool:
+    """Whether two elements may be one place in memory: never so for what slicing and transposing make."""
+    reach = array.itemsize
+    for stride, size in sorted((abs(stride), size) for stride, size in zip(array.strides, array.shape, strict=True)):
+        if size > 1 and stride < reach and array.size:
+            return True
+        reach += stride * (size - 1)
+    return False
 
 
 def storage_of(array: Array) -> Hashable | None:

@@ -178,8 +178,8 @@ def _refuse_empty_containers(state: LocalState, metadata: Metadata) -> None:
                 "checkpoint; put None there to have it replaced, or leave the key out"
             )
         names = list(metadata.source.names()) if names is None else names
-        prefix = plain_name(path) + "."
-        inside = _first_with_prefix(names, prefix)
+        prefixes = plain_name(path) + ".", canonical_name(path) + "["
+        inside = next(filter(None, (_first_with_prefix(names, prefix) for prefix in prefixes)), None)
         if inside is not None:
             raise MissingKeysError(
                 f"{plain_name(path)!r} is empty in the target but the checkpoint has entries there ({inside!r} and "

@@ -27,7 +27,7 @@ from dcp_core.planning.standard_load import StandardLoadPlanner
 from dcp_core.recipes.agreement import Agreement, argument_digests, check_arguments
 from dcp_core.recipes.job import Descriptions, Job, ObjectEncoding, attempt, logger
 from dcp_core.state_path import StatePath
-from dcp_core.state_tree import OpenedStateful, expand_stateful, set_value
+from dcp_core.state_tree import OpenedStateful, check_settable, expand_stateful, set_value
 
 HANDED_OUT_BYTES = 1 << 30
 """Metadata travels to the ranks as bytes while its size times their number stays below this."""
@@ -76,15 +76,7 @@ class LoadRecipe:
         self.planner = planner
         self.options = options
         self.exchange = job.exchange(options.timeout_seconds)
-        self._arguments: dict[str, object] = {
-            "checkpoint_id": None if options.checkpoint_id is None else str(options.checkpoint_id),
-            "planner": (type(planner).__qualname__, planner.options()),
-            "storage_reader": type(reader).__qualname__,
-            "timeout_seconds": options.timeout_seconds,
-            "verify": options.verify,
-            "broadcast_replicated_tensors": options.broadcast_replicated_tensors,
-            "broadcast_batch_bytes": options.broadcast_batch_bytes,
-        }
+        self._arguments: dict[str, object]
         self._descriptions = Descriptions(job.adapters)
         self._state: Any = None
         self._opened: Any = None
@@ -106,8 +98,7 @@ class LoadRecipe:
         """
         self._state = state
         metadata_answer = self._find_metadata(failed)
-        self._plan_reads(metadata_answer)
-        self._read_all()
+        self._read_all(self._plan_reads(metadata_answer))
         self._hand_to_stateful()
 
     def _find_metadata(self, failed: BaseException | None) -> bytes:
@@ -120,9 +111,23 @@ class LoadRecipe:
         """Open the target up: Stateful objects by their state."""
         if not isinstance(self._state, Mapping):
             raise ArgumentError(f"state_dict must be a mapping, found {type(self._state).__name__}")
+        self._arguments = self._common_arguments()
         self.reader.initialize_reader(self.options.checkpoint_id)
         self._opened, self._stateful = expand_stateful(self._state, self._descriptions.is_tensor)
         return Agreement(argument_digests(self._arguments), flag=bool(self._stateful)).to_bytes()
+
+    def _common_arguments(self) -> dict[str, object]:
+        """What must be the same on all ranks."""
+        options = self.options
+        return {
+            "checkpoint_id": None if options.checkpoint_id is None else str(options.checkpoint_id),
+            "planner": (type(self.planner).__qualname__, self.planner.options()),
+            "storage_reader": type(self.reader).__qualname__,
+            "timeout_seconds": options.timeout_seconds,
+            "verify": options.verify,
+            "broadcast_replicated_tensors": options.broadcast_replicated_tensors,
+            "broadcast_batch_bytes": options.broadcast_batch_bytes,
+        }
 
     def _describe_checkpoint(self, payloads: Sequence[bytes]) -> bytes:
         """On the coordinator: open the description and decide how the others get it."""
@@ -166,15 +171,11 @@ class LoadRecipe:
             raise CorruptError(f"{rank}.metadata was written by rank {written_by}; restore the files of rank {rank}")
         self._metadata = metadata
 
-    def _plan_reads(self, metadata_answer: bytes) -> None:
+    def _plan_reads(self, metadata_answer: bytes) -> bytes:
         """Exchange 2: all plans are sound; shared objects, read once."""
         payload, error = attempt(lambda: self._plan_locally(metadata_answer))
         with stage("all_gather_object"):
-            answer = self.exchange.run("load/plan", payload or b"", error=error, compute=self._plan_globally)
-        shared, own = unpack(answer)
-        self._objects.update(_decode_objects(shared))
-        if own:
-            self._plan = self._plan.with_items(_decode_items(own))
+            return self.exchange.run("load/plan", payload or b"", error=error, compute=self._plan_globally)
 
     def _plan_locally(self, metadata_answer: bytes) -> bytes:
         self._receive_metadata(metadata_answer)
@@ -186,6 +187,9 @@ class LoadRecipe:
         with stage("build_local_plan"):
             self._plan = self.reader.optimize_local_plan(self.planner.build_local_plan())
         self.reader.check_files(self._plan)
+        for want in self._plan.objects:
+            if not self._is_in_stateful(want.path):
+                check_settable(self._state, want.path)
         objects, alone = self._plan.objects, self._is_alone()
         shared = [want for want in objects if want.stored.rank == EVERY_RANK and not alone]
         self._read_objects([want for want in objects if want.stored.rank != EVERY_RANK or alone])
@@ -239,12 +243,16 @@ class LoadRecipe:
                 read[name] = value
         return zlib.compress(encode_value(read), 1)
 
-    def _read_all(self) -> None:
+    def _read_all(self, answer: bytes) -> None:
         """Read regions and place objects; exchange 3: errors."""
-        _, error = attempt(self._fill_targets)
+        _, error = attempt(lambda: self._fill_targets(answer))
         self.exchange.run("load/done", error=error)
 
-    def _fill_targets(self) -> None:
+    def _fill_targets(self, answer: bytes) -> None:
+        shared, own = unpack(answer)
+        self._objects.update(_decode_objects(shared))
+        if own:
+            self._plan = self._plan.with_items(_decode_items(own))
         self._read_objects([want for want in self._plan.objects if want.stored.name not in self._objects])
         plan = self.planner.finalize_plan(self._plan)
         with stage("execute_read"):
@@ -253,23 +261,23 @@ class LoadRecipe:
             )
         for position, want in enumerate(plan.objects):
             self.planner.apply_bytes(plan.object_item(position), self._objects[want.stored.name])
+        for want in plan.objects:
+            if not self._is_in_stateful(want.path):
+                set_value(self._state, want.path, _value_at(self._opened, want.path))
 
     def _hand_to_stateful(self) -> None:
-        """Put objects into the caller's containers; exchange 4, if any rank has Stateful objects: their errors."""
-        _, error = attempt(self._apply_state)
+        """Exchange 4, if any rank has Stateful objects: what their `load_state_dict` raised."""
         if self._any_stateful:
+            _, error = attempt(self._load_stateful)
             self.exchange.run("load/stateful", error=error)
-        elif error is not None:
-            raise error
 
-    def _apply_state(self) -> None:
-        inside = [opened.path for opened in self._stateful]
-        for want in self._plan.objects:
-            if not any(want.path[: len(prefix)] == prefix for prefix in inside):
-                set_value(self._state, want.path, _value_at(self._opened, want.path))
+    def _load_stateful(self) -> None:
         for opened in self._stateful:
-            if not any(_is_inside(opened.path, prefix) for prefix in inside):
+            if not any(_is_inside(opened.path, other.path) for other in self._stateful):
                 opened.value.load_state_dict(opened.state_dict)
+
+    def _is_in_stateful(self, path: StatePath) -> bool:
+        return any(path[: len(opened.path)] == opened.path for opened in self._stateful)
 
 
 def _is_inside(path: StatePath, prefix: StatePath) -> bool:

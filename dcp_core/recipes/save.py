@@ -92,13 +92,7 @@ class SaveRecipe:
         self.planner = planner
         self.options = options
         self.exchange = job.exchange(options.timeout_seconds)
-        self._arguments: dict[str, object] = {
-            "checkpoint_id": None if options.checkpoint_id is None else str(options.checkpoint_id),
-            "planner": (type(planner).__qualname__, planner.options()),
-            "storage_writer": type(writer).__qualname__,
-            "timeout_seconds": options.timeout_seconds,
-            "durable": options.durable,
-        }
+        self._arguments: dict[str, object]
         self._plan: SavePlan
         self._table: LocalTable
         self._narrowing: Narrowing | None = None
@@ -132,15 +126,21 @@ class SaveRecipe:
         """
         try:
             self._agree(state, failed)
-            final = self._plan_writes()
-            self._write_and_commit(final)
+            self._write_and_commit(self._plan_writes())
         except BaseException as error:
             if not (isinstance(error, InDoubtError) or self._in_doubt):
-                self.writer.abort_checkpoint()
+                self._abort()
             raise
         if self._may_cache():
             PLAN_CACHE.keep(self._structure, self._current)
         return self._committed
+
+    def _abort(self) -> None:
+        """Take the save back; the error that stopped it is the one that counts."""
+        try:
+            self.writer.abort_checkpoint()
+        except Exception:
+            logger.warning("%s.abort_checkpoint failed", type(self.writer).__name__, exc_info=True)
 
     def _agree(self, state: Mapping[Any, Any], failed: BaseException | None) -> None:
         """Exchange 1: the arguments, the save's id, and whether a known plan serves."""
@@ -153,6 +153,7 @@ class SaveRecipe:
         """Read the state and make this rank's local plan."""
         if not isinstance(state, Mapping):
             raise ArgumentError(f"state_dict must be a mapping, found {type(state).__name__}")
+        self._arguments = self._common_arguments()
         self.writer.initialize_writer(self.options.checkpoint_id)
         descriptions = Descriptions(self.job.adapters)
         opened, _ = expand_stateful(state, descriptions.is_tensor)
@@ -167,6 +168,17 @@ class SaveRecipe:
         self._offered = PLAN_CACHE.offers(self._structure) if self._may_cache() else ()
         offers = tuple(Offer(cached.plan_digest, self._number(cached.writes)) for cached in self._offered)
         return Agreement(argument_digests(self._arguments), offers).to_bytes()
+
+    def _common_arguments(self) -> dict[str, object]:
+        """What must be the same on all ranks."""
+        options = self.options
+        return {
+            "checkpoint_id": None if options.checkpoint_id is None else str(options.checkpoint_id),
+            "planner": (type(self.planner).__qualname__, self.planner.options()),
+            "storage_writer": type(self.writer).__qualname__,
+            "timeout_seconds": options.timeout_seconds,
+            "durable": options.durable,
+        }
 
     def _structure_digest(self) -> bytes:
         text = f"{self._arguments['planner']} {self.job.group.rank} of {self.job.world_size} in {self.job.group.key}"
@@ -200,24 +212,27 @@ class SaveRecipe:
         suffix = self.writer.begin_checkpoint(save_id, rank)
         return _Ticket(save_id, suffix, plan_digest).to_bytes()
 
-    def _plan_writes(self) -> SavePlan:
-        """Exchange 2, on a miss: plan tables in, write lists out."""
+    def _plan_writes(self) -> bytes:
+        """Exchange 2, on a miss: plan tables in, write lists out; nothing on a hit."""
         if self._ticket.plan_digest:
             logger.info("Hit final plan and metadata cache.")
-            digest = self._ticket.plan_digest
-            self._current = next(cached for cached in self._offered if cached.plan_digest == digest)
-            return self._final_plan(self._current.writes)
+            return b""
         payload = pack(self._encoded.payload, self._nesting)
         with stage("all_gather_object"):
-            answer = self.exchange.run("save/plan", payload, compute=self._plan_globally)
-        own, nesting_digest = unpack(answer)
-        writes = decode_answer(own, self._table)
-        self._current = CachedPlan(xxhash.xxh3_128_digest(writes.plan_digest + nesting_digest), writes)
-        return self._final_plan(writes)
+            return self.exchange.run("save/plan", payload, compute=self._plan_globally)
 
-    def _final_plan(self, writes: WriteList) -> SavePlan:
-        own = self._narrowing.translate(writes) if self._narrowing is not None else writes
-        return SavePlan(self._plan.table, own)
+    def _final_plan(self, answer: bytes) -> SavePlan:
+        """This rank's part of the known plan, or of the answer."""
+        if answer:
+            own, nesting_digest = unpack(answer)
+            writes = decode_answer(own, self._table)
+            self._current = CachedPlan(xxhash.xxh3_128_digest(writes.plan_digest + nesting_digest), writes)
+        else:
+            digest = self._ticket.plan_digest
+            self._current = next(cached for cached in self._offered if cached.plan_digest == digest)
+            writes = self._current.writes
+        translated = self._narrowing.translate(writes) if self._narrowing is not None else writes
+        return SavePlan(self._plan.table, translated)
 
     def _plan_globally(self, payloads: Sequence[bytes]) -> Sequence[bytes]:
         """On the coordinator: decide who writes what."""
@@ -233,14 +248,13 @@ class SaveRecipe:
         nesting_digest = xxhash.xxh3_128_digest(encode_value(nesting.containers))
         return [pack(answer, nesting_digest) for answer in answers]
 
-    def _write_and_commit(self, final: SavePlan) -> None:
+    def _write_and_commit(self, answer: bytes) -> None:
         """Write this rank's files; exchange 3: results in, commit."""
-        result, error = attempt(lambda: self._write(final))
-        payload = result.to_bytes() if result is not None else b""
+        payload, error = attempt(lambda: self._write(self._final_plan(answer)).to_bytes())
         self._in_doubt = error is None  # from here on the coordinator may commit, whatever happens to this rank
         with stage("finalize_checkpoint"), self._settling():
             self.exchange.run(
-                "save/commit", payload, error=error, compute=self._commit, commit=True,
+                "save/commit", payload or b"", error=error, compute=self._commit, commit=True,
                 in_doubt=f"the checkpoint may be committed, id {self._ticket.save_id}",
             )  # fmt: skip
 

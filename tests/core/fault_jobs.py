@@ -22,8 +22,8 @@ from dcp_core.formats.metadata_file import file_names
 from dcp_core.testing.numpy_ranks import NumpyRankAdapter, ShardedArray, even_boxes
 from dcp_core.testing.ranks import RankContext
 
-PATIENT_SECONDS = 900.0
-"""A deadline that no test reaches: whoever waits for it fails by its own time limit."""
+PATIENT_SECONDS = 60.0
+"""A deadline that no test reaches: who waits for it is much later than `SOON_SECONDS`."""
 
 SOON_SECONDS = 10.0
 """An error of one rank reaches the others faster than this."""
@@ -58,30 +58,40 @@ class Seat:
         return unpack(meeting.run("meet", payload, compute=lambda payloads: pack(*payloads)))
 
     def save(self, state: Mapping[str, Any], **arguments: Any) -> None:
-        given = {"adapter": NumpyRankAdapter(), "process_group": self.members, "timeout_seconds": PATIENT_SECONDS}
-        save(state, **(given | arguments))
+        save(state, **self._given() | arguments)
 
     def load(self, state: Mapping[str, Any], **arguments: Any) -> None:
-        given = {"adapter": NumpyRankAdapter(), "process_group": self.members, "timeout_seconds": PATIENT_SECONDS}
-        load(state, **(given | arguments))
+        load(state, **self._given() | arguments)
+
+    def _given(self) -> dict[str, Any]:
+        return {"adapter": NumpyRankAdapter(), "process_group": self.members, "timeout_seconds": PATIENT_SECONDS}
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a call ended on one rank; `kind` is empty where it returned."""
+    """How a call ended on one rank.
+
+    Attributes:
+        kind: Class of what it raised; empty where it returned.
+        message: Its text.
+        seconds: How long the call took.
+        blamed: The ranks that its causes name.
+    """
 
     kind: str
     message: str
     seconds: float
+    blamed: tuple[int, ...] = ()
 
 
-def outcome_of(call: Callable[[], object]) -> Outcome:
+def outcome_of(call: Callable[..., object], *args: Any, **kwargs: Any) -> Outcome:
     """Make a call and report, whatever it raises."""
     started = time.monotonic()
     try:
-        call()
+        call(*args, **kwargs)
     except BaseException as error:  # also what is no Exception: interrupts are part of the tests
-        return Outcome(type(error).__name__, str(error), time.monotonic() - started)
+        blamed = tuple(cause.rank for cause in getattr(error, "causes", ()))
+        return Outcome(type(error).__name__, str(error), time.monotonic() - started, blamed)
     return Outcome("", "", time.monotonic() - started)
 
 

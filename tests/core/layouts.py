@@ -5,8 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise, product
 from random import Random
+from typing import Any
 
-from dcp_core.box import Box
+from dcp_core.box import Box, slices
+
+
+def at(box: Box) -> Any:
+    """The index of a box; of a 0-d array it gives an array too."""
+    return (*slices(box), ...)
 
 
 def random_shape(rng: Random, most_dims: int = 4, largest: int = 6) -> tuple[int, ...]:

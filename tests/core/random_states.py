@@ -11,11 +11,11 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from dcp_core.box import Box, slices
+from dcp_core.box import Box
 from dcp_core.dtype import DTYPES, DType
 from dcp_core.formats.objects import value_digest
 from dcp_core.testing.numpy_ranks import ShardedArray
-from tests.core.layouts import deal, random_cut, random_shape
+from tests.core.layouts import at, deal, random_cut, random_shape
 
 Bits: TypeAlias = npt.NDArray[Any]
 Place: TypeAlias = tuple[Any, ...]
@@ -110,7 +110,7 @@ def tensor_bytes(tree: Any) -> int:
     return sum(leaf.bits.nbytes for _, leaf, _ in leaves(tree) if isinstance(leaf, Tensor))
 
 
-# -- what is saved ------------------------------------------------------------------------------------------------------
+# -- what is saved ----------------------------------------------------------------------------------------------------
 
 
 def saved_state(tree: Any, rng: Random, ranks: int, rank: int) -> dict[Any, Any]:
@@ -135,7 +135,7 @@ def saved_state(tree: Any, rng: Random, ranks: int, rank: int) -> dict[Any, Any]
 
 
 def _shards(rng: Random, tensor: Tensor, boxes: list[Box]) -> ShardedArray:
-    arrays = [strided(rng, tensor.bits[(*slices(box), ...)])[0] for box in boxes]
+    arrays = [strided(rng, tensor.bits[at(box)])[0] for box in boxes]
     return ShardedArray(tensor.bits.shape, boxes, arrays, tensor.dtype.name)
 
 
@@ -157,7 +157,7 @@ def strided(rng: Random, array: Bits) -> tuple[Bits, Bits]:
     return view, memory
 
 
-# -- what is loaded -----------------------------------------------------------------------------------------------------
+# -- what is loaded ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(eq=False)
@@ -180,7 +180,7 @@ class Target:
             elif isinstance(value, ShardedArray):
                 assert present is value, place
                 for box, array in zip(value.boxes, value.arrays, strict=True):
-                    _check_bits(place, array, leaf.bits[(*slices(box), ...)])
+                    _check_bits(place, array, leaf.bits[at(box)])
             else:
                 assert present is value, place
                 _check_bits(place, value, leaf.bits)
@@ -243,7 +243,7 @@ def wanted_state(tree: Any, rng: Random) -> Target:
             values[place] = memory_for(leaf.bits)
         else:
             boxes = _wanted_boxes(rng, leaf.bits.shape)
-            arrays = [memory_for(leaf.bits[(*slices(box), ...)]) for box in boxes]
+            arrays = [memory_for(leaf.bits[at(box)]) for box in boxes]
             values[place] = ShardedArray(leaf.bits.shape, boxes, arrays, leaf.dtype.name)
         expected[place] = (leaf, values[place])
     return Target(build(tree, lambda place, leaf: values[place]), expected, memories, tree)

@@ -93,10 +93,10 @@ def heard_warnings() -> Iterator[list[str]]:
         logger.removeHandler(ear)
 
 
-def error_of(action: Callable[[], Any]) -> tuple[type[BaseException], str]:
+def error_of(action: Callable[..., Any], *args: Any, **options: Any) -> tuple[type[BaseException], str]:
     """Class and text of what an action raises."""
     try:
-        action()
+        action(*args, **options)
     except Exception as error:
         return type(error), str(error)
     raise AssertionError("nothing was raised")

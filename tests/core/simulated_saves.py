@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from dcp_core.box import Box, slices
+from dcp_core.box import Box
 from dcp_core.dtype import BY_NAME, DType
 from dcp_core.execution.filesystem import file_columns
 from dcp_core.execution.interfaces import FileRecord, WriteResult
@@ -37,7 +37,7 @@ from dcp_core.planning.standard_save import StandardSavePlanner
 from dcp_core.planning.write_list import decode_answer, encode_answers
 from dcp_core.recipes.job import ObjectEncoding
 from dcp_core.state_path import PerRank, StatePath, key_path
-from tests.core.layouts import deal, random_cut, random_shape
+from tests.core.layouts import at, deal, random_cut, random_shape
 
 Ids = npt.NDArray[np.int64]
 Keys: TypeAlias = tuple[Any, ...]
@@ -58,11 +58,6 @@ PATHS: tuple[Keys, ...] = (
 VALUES: tuple[Any, ...] = (None, 0, 1, True, 1.0, "text", b"\x00", [1, 2], (1, 2), {1, 2}, [[3], "a"], -0.0, 0.0)
 
 
-def at(box: Box) -> Any:
-    """The index of a box; of a 0-d array it gives an array too."""
-    return (*slices(box), ...)
-
-
 class IdAccess:
     """Reaches the ids of a simulated tensor."""
 
@@ -72,6 +67,9 @@ class IdAccess:
     def read_out(self, view: Any) -> Ids:
         ids: Ids = view
         return ids
+
+    def writable_problem(self, view: Any) -> str | None:
+        return None
 
     def copy_into(self, view: Any, bits: npt.NDArray[Any], source_dtype: DType) -> None:
         raise AssertionError("a save fills no tensor")
@@ -241,16 +239,16 @@ def _add_tied(rng: Random, world: World, keys: Keys) -> None:
     kept = _droppable(rng, held)
     if source not in world.content:
         for rank in kept:
-            ids = held[rank].ids if rank in sharing else tuple(world.fresh(part.shape) for part in held[rank].ids)
-            world.ranks[rank][keys] = _like(held[rank], ids, held[rank].storage if rank in sharing else world.memory())
+            own = held[rank].ids if rank in sharing else tuple(world.fresh(part.shape) for part in held[rank].ids)
+            world.ranks[rank][keys] = _like(held[rank], own, held[rank].storage if rank in sharing else world.memory())
         return None
     content = world.content[keys] = world.fresh(world.content[source].shape)
     for rank in sharing & set(kept):
         for box, ids in zip(held[rank].boxes, held[rank].ids, strict=True):
             content[at(box)] = ids
     for rank in kept:
-        ids = tuple(content[at(box)] for box in held[rank].boxes)
-        world.ranks[rank][keys] = _like(held[rank], ids, held[rank].storage if rank in sharing else world.memory())
+        own = tuple(content[at(box)] for box in held[rank].boxes)
+        world.ranks[rank][keys] = _like(held[rank], own, held[rank].storage if rank in sharing else world.memory())
     return None
 
 

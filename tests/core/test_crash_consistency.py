@@ -111,7 +111,7 @@ def _save_and_die(context: RankContext, root: Path, deaths: Sequence[Death]) -> 
     writer = FileSystemWriter(storage=LocalStorage(root / death.place, operations))
     seat.share()
     state = state_of(seat.rank, seat.world, NEW)
-    return outcome_of(lambda: seat.save(state, storage_writer=writer, timeout_seconds=PATIENCE_SECONDS))
+    return outcome_of(seat.save, state, storage_writer=writer, timeout_seconds=PATIENCE_SECONDS)
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ def _look_and_save_again(context: RankContext, root: Path, places: Sequence[str]
     for place in places:
         clear_plan_cache()
         tags: list[int] = []
-        refusal = outcome_of(lambda place=place, tags=tags: tags.append(loaded_tag(seat, root / place)))
+        refusal = outcome_of(lambda into, where: into.append(loaded_tag(seat, where)), tags, root / place)
         seat.share()
         seat.save(state_of(seat.rank, seat.world, RETRY), checkpoint_id=root / place)
         found.append(Afterwards(tags[0] if tags else None, refusal, loaded_tag(seat, root / place)))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -36,12 +35,13 @@ def open_checkpoint(directory: str) -> Metadata:
     return reader.load_metadata()
 
 
-def hits(counter: Counter, action: Callable[[], Any]) -> bool:
-    action()
+def hits(counter: Counter, state: Any, directory: str, **options: Any) -> bool:
+    """Save; was it a hit?"""
+    save(state, directory, **options)
     return counter.was_hit
 
 
-# -- what a hit costs ---------------------------------------------------------------------------------------------------
+# -- what a hit costs -------------------------------------------------------------------------------------------------
 
 
 def large_state(context: RankContext, value: float) -> dict[str, Any]:
@@ -97,8 +97,8 @@ def save_in_turn(context: RankContext, directory: str) -> list[bool]:
             boxes = even_boxes((8, 2), context.world_size, context.rank)
             model = {"w": ShardedArray.cut(np.full((8, 2), number), boxes, "int64")}
             optimizer = {"w": {"exp_avg": ShardedArray.cut(np.full((8, 2), -number), boxes, "int64"), "step": number}}
-            found.append(hits(counter, lambda: save({"model": model}, f"{directory}/model")))
-            found.append(hits(counter, lambda: save({"optimizer": optimizer}, f"{directory}/optimizer")))
+            found.append(hits(counter, {"model": model}, f"{directory}/model"))
+            found.append(hits(counter, {"optimizer": optimizer}, f"{directory}/optimizer"))
             assert (api.read(f"{directory}/model", "model.w") == number).all()
             assert (api.read(f"{directory}/optimizer", "optimizer.w.exp_avg") == -number).all()
     return found
@@ -109,7 +109,7 @@ def test_model_and_optimizer_saved_in_turn_hit_from_the_second_round_on(tmp_path
         assert found == [False, False] + [True] * 6
 
 
-# -- never a wrong plan -------------------------------------------------------------------------------------------------
+# -- never a wrong plan -----------------------------------------------------------------------------------------------
 
 
 def revalued(tree: Any, rng: Random) -> Any:
@@ -178,7 +178,7 @@ def save_halves_of_other_plans(context: RankContext, directory: str) -> list[boo
             state: dict[str, Any] = {"shared": ShardedArray.cut(np.full(size, number), [Box((0,), (size,))])}
             if context.rank == 1 and structure == "B":
                 state["own"] = np.full(size, -number)
-            found.append(hits(counter, lambda state=state: save(state, directory)))  # type: ignore[misc]
+            found.append(hits(counter, state, directory))
             if context.rank == 0:
                 assert (api.read(directory, "shared") == number).all()
                 names = list(open_checkpoint(directory).source.names())
@@ -207,7 +207,8 @@ def save_paths_in_turn(context: RankContext, directory: str) -> list[tuple[Any, 
         with together(context):
             source = open_checkpoint(directory).source
             names = source.names()
-            paths = tuple(entry.path for name in names for entry in (*source.tensors(name), *source.objects(name)))
+            tensors = [tensor.path for name in names for tensor in source.tensors(name)]
+            paths = (*tensors, *(entry.path for name in names for entry in source.objects(name)))
             assert seen.setdefault(version, (paths, source.nesting)) == (paths, source.nesting), versions[version]
     return list(seen.values())
 
@@ -263,7 +264,7 @@ def test_a_plan_serves_only_the_world_that_it_was_made_for(tmp_path: Path) -> No
     assert found == [False, False, True, False, True, True, False, True, True]
 
 
-# -- when nothing is cached ---------------------------------------------------------------------------------------------
+# -- when nothing is cached -------------------------------------------------------------------------------------------
 
 
 def save_without_cache(context: RankContext, directory: str) -> dict[str, list[bool]]:
@@ -276,7 +277,7 @@ def save_without_cache(context: RankContext, directory: str) -> dict[str, list[b
     with counted_saves() as counter:
 
         def twice(state: Any, **options: Any) -> list[bool]:
-            return [hits(counter, lambda: save(state, directory, **options)) for _ in range(2)]
+            return [hits(counter, state, directory, **options) for _ in range(2)]
 
         found["cached"] = twice(state())
         api.clear_plan_cache()
@@ -321,13 +322,13 @@ Writer.__qualname__ = FailingWriter.__qualname__  # so that the arguments of the
 def fail_to_save_first(context: RankContext, directory: str) -> list[bool]:
     state = {"w": ShardedArray.cut(np.arange(8.0), even_boxes((8,), context.world_size, context.rank))}
     writer = FailingWriter() if context.rank == 1 else Writer()
-    kind, text = error_of(lambda: save(state, directory, storage_writer=writer))
+    kind, text = error_of(save, state, directory, storage_writer=writer)
     assert kind is StorageError
     assert "rank 1" in text
     assert "on fire" in text
     assert not list(Path(directory).glob("_rank*"))
     with counted_saves() as counter:
-        return [hits(counter, lambda: save(state, directory)) for _ in range(2)]
+        return [hits(counter, state, directory) for _ in range(2)]
 
 
 def test_a_plan_is_cached_only_after_its_save_was_committed(tmp_path: Path) -> None:
@@ -337,7 +338,7 @@ def test_a_plan_is_cached_only_after_its_save_was_committed(tmp_path: Path) -> N
 def save_with_other_options(context: RankContext, directory: str) -> tuple[type[BaseException], str]:
     planner = StandardSavePlanner(save_to_minimum_rank=context.rank == 1)
     for _ in range(2):
-        found = error_of(lambda: save({"x": 1}, directory, planner=planner))
+        found = error_of(save, {"x": 1}, directory, planner=planner)
     return found
 
 
@@ -350,7 +351,7 @@ def test_planners_that_differ_between_ranks_are_an_error_on_all(tmp_path: Path) 
     assert "rank 1" in text
 
 
-# -- values that differ between ranks (row 13) --------------------------------------------------------------------------
+# -- values that differ between ranks (row 13) ------------------------------------------------------------------------
 
 
 def differing_state(context: RankContext, number: int, differs: bool) -> dict[str, Any]:
@@ -400,7 +401,7 @@ def save_differing(context: RankContext, directory: str, differs: list[bool]) ->
     for number, own_values in enumerate(differs):
         state = differing_state(context, number, own_values)
         with counted_saves() as counter, heard_warnings() as lines, together(context):
-            found.append(hits(counter, lambda state=state: save(state, directory)))  # type: ignore[misc]
+            found.append(hits(counter, state, directory))
         heard.append(list(lines))
         with together(context):
             target = blank_state(context)
@@ -425,8 +426,8 @@ def test_values_that_differ_at_the_first_save_are_kept_for_each_rank(tmp_path: P
     assert not any(results[0][1][1:])
     source = open_checkpoint(str(tmp_path)).source
     for key in DIFFERING:
-        entries = [*source.tensors(key), *source.objects(key)]
-        assert [entry.rank for entry in entries] == [0, 1, 2]
+        ranks = [tensor.rank for tensor in source.tensors(key)] + [entry.rank for entry in source.objects(key)]
+        assert ranks == [0, 1, 2]
     assert [entry.rank for entry in source.objects("step")] == [EVERY_RANK]
 
 
@@ -446,7 +447,7 @@ def save_where_one_rank_differs(context: RankContext, directory: str) -> list[bo
     for number in range(8):
         state = {f"k{i}": [i, i == number and context.rank == i % context.world_size] for i in range(8)}
         with counted_saves() as counter, together(context):
-            found.append(hits(counter, lambda state=state: save(state, directory)))  # type: ignore[misc]
+            found.append(hits(counter, state, directory))
         with together(context):
             target: dict[str, Any] = dict.fromkeys(state)
             load(target, directory)
@@ -495,7 +496,7 @@ def save_equal_in_another_order(context: RankContext, directory: str) -> list[bo
                 "list": [{word: len(word) for word in order}, 2],
             }
             with counted_saves() as counter, together(context):
-                found.append(hits(counter, lambda state=state: save(state, directory)))  # type: ignore[misc]
+                found.append(hits(counter, state, directory))
     source = open_checkpoint(directory).source
     assert all(entry.rank == EVERY_RANK for name in source.names() for entry in source.objects(name))
     assert not lines
@@ -513,7 +514,7 @@ def save_per_rank(context: RankContext, directory: str) -> list[bool]:
         for number in range(3):
             state = {"own": PerRank({"seed": context.rank + number}), "array": PerRank(np.full(3, context.rank))}
             with together(context):
-                found.append(hits(counter, lambda state=state: save(state, directory)))  # type: ignore[misc]
+                found.append(hits(counter, state, directory))
             with together(context):
                 target = {"own": PerRank(None), "array": PerRank(None)}
                 load(target, directory)
@@ -526,7 +527,7 @@ def save_per_rank(context: RankContext, directory: str) -> list[bool]:
 
 def load_per_rank(context: RankContext, directory: str) -> tuple[type[BaseException], str]:
     target = {"own": PerRank("mine"), "array": PerRank("mine")}
-    found = error_of(lambda: load(target, directory))
+    found = error_of(load, target, directory)
     assert target == {"own": PerRank("mine"), "array": PerRank("mine")}
     return found
 
@@ -548,14 +549,18 @@ def save_values_that_change_everywhere(context: RankContext, directory: str) -> 
     found = []
     with counted_saves() as counter:
         for number in range(4):
-            state = {
-                "step": number, "history": list(range(number)), "lr": np.float64(0.1 * number), "small": np.full(4, number),
+            state: dict[str, Any] = {
+                "step": number, "history": list(range(number)), "lr": np.float64(number), "small": np.full(4, number),
                 "large": np.full(100_000, number), "text": "x" * number, "maybe": None if number % 2 else b"\x00",
             }  # fmt: skip
             with together(context):
-                found.append(hits(counter, lambda state=state: save(state, directory)))  # type: ignore[misc]
+                found.append(hits(counter, state, directory))
             with together(context):
-                target = {**dict.fromkeys(state), "small": np.zeros(4, int), "large": np.zeros(100_000, int)}
+                target: dict[str, Any] = {
+                    **dict.fromkeys(state),
+                    "small": np.zeros(4, int),
+                    "large": np.zeros(100_000, int),
+                }
                 load(target, directory)
                 for key, value in state.items():
                     np.testing.assert_array_equal(target[key], value)

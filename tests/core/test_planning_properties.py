@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from itertools import combinations
+from itertools import combinations, pairwise
 from random import Random
 from typing import Any
 
@@ -19,7 +19,14 @@ from hypothesis import strategies as st
 
 from dcp_core.box import Box, contains, intersect
 from dcp_core.dtype import BY_NAME
-from dcp_core.errors import CoverageError, DTypeMismatchError, OverlapError, PlanningError, ShapeMismatchError
+from dcp_core.errors import (
+    CoordinationError,
+    CoverageError,
+    DTypeMismatchError,
+    OverlapError,
+    PlanningError,
+    ShapeMismatchError,
+)
 from dcp_core.metadata import EVERY_RANK, ChunkColumns, StoredTensor, box_of
 from dcp_core.planning.balance import TINY_NBYTES
 from dcp_core.planning.global_plan import GlobalPlan, PlanOptions, plan_globally
@@ -33,7 +40,7 @@ from dcp_core.planning.regions import intersect_chunks
 from dcp_core.planning.standard_save import ReceivedPlans, settle_plans
 from dcp_core.planning.write_list import decode_answer, encode_answers
 from dcp_core.state_path import PerRank, encode_path, key_path, plain_name
-from tests.core.layouts import deal, random_cut, random_shape
+from tests.core.layouts import at, deal, random_cut, random_shape
 from tests.core.simulated_saves import (
     Held,
     Ids,
@@ -41,7 +48,6 @@ from tests.core.simulated_saves import (
     Simulation,
     World,
     add_sharded,
-    at,
     describe,
     is_equal,
     local_plans,
@@ -179,17 +185,22 @@ def test_names_that_share_memory_on_every_rank_are_stored_once(world: World) -> 
     sim = simulate(world)
     stored = {tensor.path: tensor for tensor in sim.stored_tensors() if tensor.rank == EVERY_RANK}
     tensors = [keys for keys in world.paths if world.held(keys) and path_of(keys) in stored]
-    places = {keys: _places(stored[path_of(keys)]) for keys in tensors}
+    memory = {keys: _memory_of(world.held(keys)) for keys in tensors}
     for one, other in combinations(tensors, 2):
-        held, others = world.held(one), world.held(other)
-        memory, other_memory = (
-            {rank: (value.storage, value.boxes) for rank, value in found.items() if value.boxes}
-            for found in (held, others)
-        )
-        if memory == other_memory and memory:
-            assert places[one] == places[other]
-        if not set(memory.values()) & set(other_memory.values()):
-            assert not places[one] & places[other]
+        places = [_places(stored[path_of(keys)]) for keys in (one, other)]
+        if not _ids_of(world.held(one)) & _ids_of(world.held(other)):
+            assert not places[0] & places[1]
+        elif memory[one] == memory[other] and len(_sharing_memory(world, list(world.held(one).values()))) == 2:
+            assert places[0] == places[1]
+
+
+def _ids_of(held: dict[int, Held]) -> set[int]:
+    return {number for value in held.values() for ids in value.ids for number in ids.reshape(-1).tolist()}
+
+
+def _memory_of(held: dict[int, Held]) -> dict[int, Any]:
+    """By rank: which memory, and which boxes of it; ranks without boxes left out."""
+    return {rank: (value.storage, value.boxes) for rank, value in held.items() if value.boxes}
 
 
 def _places(tensor: StoredTensor) -> set[tuple[int, int]]:
@@ -235,7 +246,7 @@ def test_loads_find_every_leaf_by_its_typed_path_whatever_its_name(world: World)
     assert list(names) == sorted(names, key=str.encode)
     for keys in world.paths:
         tensors, objects = find_entries(metadata, path_of(keys))
-        assert {entry.path for entry in (*tensors, *objects)} == {path_of(keys)}
+        assert {*(tensor.path for tensor in tensors), *(entry.path for entry in objects)} == {path_of(keys)}
         assert bool(tensors) == bool(world.held(keys))
 
 
@@ -249,7 +260,7 @@ def test_of_paths_that_share_a_printed_name_the_shallowest_keeps_it(world: World
         tensors, objects = metadata.source.tensors(name), metadata.source.objects(name)
         if len(sharing) > 1 and (tensors or objects):
             keeper = min(sharing, key=lambda keys: (len(keys), encode_path(path_of(keys))))
-            assert {entry.path for entry in (*tensors, *objects)} == {path_of(keeper)}
+            assert {*(tensor.path for tensor in tensors), *(entry.path for entry in objects)} == {path_of(keeper)}
 
 
 @given(worlds())
@@ -263,7 +274,7 @@ def test_a_table_survives_travelling(world: World) -> None:
             assert getattr(again, name).dtype == getattr(table, name).dtype
 
 
-# -- who writes ---------------------------------------------------------------------------------------------------------
+# -- who writes -------------------------------------------------------------------------------------------------------
 
 
 @given(worlds())
@@ -318,7 +329,7 @@ def plan_boxes(holdings: Sequence[Holding], ranks: int, options: PlanOptions | N
 
 
 def booked(plan: GlobalPlan, ranks: int) -> npt.NDArray[np.float64]:
-    return np.bincount(plan.position, weights=plan.nbytes, minlength=ranks)
+    return np.bincount(plan.position, weights=plan.nbytes, minlength=ranks).astype(np.float64)
 
 
 def best_possible(holdings: Sequence[Holding], ranks: int) -> float:
@@ -350,7 +361,7 @@ def random_holdings(rng: Random, ranks: int, groups: Sequence[Sequence[int]]) ->
         cuts = sorted(rng.sample(range(1, shape[0]), min(rng.randint(0, 2), shape[0] - 1))) if shape else []
         bounds = [0, *cuts, shape[0]] if shape else [0, 1]
         # Several boxes of a tensor are tensors of their own here: one box a table row keeps `big_table` simple.
-        for part, (start, stop) in enumerate(zip(bounds, bounds[1:], strict=False)):
+        for part, (start, stop) in enumerate(pairwise(bounds)):
             own = (stop - start, *shape[1:]) if shape else ()
             holders = tuple(sorted(rng.choice(groups)))
             found.append((f"t{number:02d}.{part}", own, Box.whole(own), holders))
@@ -363,7 +374,7 @@ def test_where_replica_groups_are_apart_the_busiest_rank_writes_little_more_than
     rng = Random(seed)
     order = rng.sample(range(ranks), ranks)
     cuts = [0, *sorted(rng.sample(range(1, ranks), rng.randint(0, ranks - 1))), ranks]
-    holdings = random_holdings(rng, ranks, [order[a:b] for a, b in zip(cuts, cuts[1:], strict=False)])
+    holdings = random_holdings(rng, ranks, [order[a:b] for a, b in pairwise(cuts)])
     plan = plan_boxes(holdings, ranks)
     load = booked(plan, ranks)
     total = sum(_nbytes(box) for _, _, box, _ in holdings)
@@ -445,7 +456,7 @@ def test_pieces_of_a_large_replica_set_tile_it_and_are_written_by_its_holders(se
         assert not any(intersect(a, b) for (a, _), (b, _) in combinations(rows[name], 2))
 
 
-# -- plans that somebody else made --------------------------------------------------------------------------------------
+# -- plans that somebody else made ------------------------------------------------------------------------------------
 
 
 @settings(max_examples=150)
@@ -484,7 +495,7 @@ def test_plans_that_a_planner_filters_are_stored_as_filtered(world: World, seed:
         assert (counts == 1).all()
 
 
-# -- the same plan every time -------------------------------------------------------------------------------------------
+# -- the same plan every time -----------------------------------------------------------------------------------------
 
 
 @given(worlds(), SEEDS)
@@ -530,7 +541,8 @@ def test_states_that_are_stored_differently_have_plans_of_other_digests(world: W
     change = rng.choice(["path", "drop"])
     value = world.ranks[rank].pop(keys)
     if change == "path":
-        world.ranks[rank][("moved", *keys)] = value
+        moved: Keys = ("moved", *keys)
+        world.ranks[rank][moved] = value
     try:
         after = simulate(world)
     except PlanningError:
@@ -550,7 +562,7 @@ def test_states_with_equal_names_and_other_paths_have_plans_of_other_digests(val
     assert len(set(digests)) == len(digests)
 
 
-# -- what cannot be saved -----------------------------------------------------------------------------------------------
+# -- what cannot be saved ---------------------------------------------------------------------------------------------
 
 
 def sharded_world(rng: Random, ranks: int) -> tuple[World, Keys]:
@@ -677,7 +689,7 @@ def test_ranks_that_disagree_are_named_with_what_each_has(seed: int, ranks: int,
     assert len(set(named)) > 1
 
 
-# -- load plans ---------------------------------------------------------------------------------------------------------
+# -- load plans -------------------------------------------------------------------------------------------------------
 
 
 def stored_tensor(rng: Random, shape: tuple[int, ...], ranks: int, *, copies: float = 0.0) -> tuple[StoredTensor, Ids]:
@@ -801,16 +813,14 @@ def test_chunks_that_overlap_where_they_are_wanted_are_an_error(seed: int, ranks
         intersect_chunks(wanted, lambda found: found.file < 0)
 
 
-# -- names in one file --------------------------------------------------------------------------------------------------
+# -- names in one file ------------------------------------------------------------------------------------------------
 
 
 def test_chunk_names_never_meet_whatever_the_tensors_are_called() -> None:
     """`x` in two chunks beside tensors that are called like its chunks."""
     world = World([{}])
     rng = Random(0)
-    for keys in (("x",), ("x@0",), ("x@3",), ("x@0,0",), ('$["x"]',), ("x", ) + ("y",)):
-        if keys == ("x", "y"):
-            continue
+    for keys in (("x",), ("x@0",), ("x@3",), ("x@0,0",), ('$["x"]',)):
         content = world.content[keys] = world.fresh((6,))
         boxes = (Box((0,), (3,)), Box((3,), (3,)))
         ids = tuple(content[at(box)] for box in boxes)
@@ -823,8 +833,6 @@ def test_chunk_names_never_meet_whatever_the_tensors_are_called() -> None:
 
 
 def test_an_answer_that_is_cut_short_is_refused() -> None:
-    from dcp_core.errors import CoordinationError
-
     world = make_world(Random(3), 2, 6)
     sim = simulate(world)
     table = local_plans(world)[1][0].table

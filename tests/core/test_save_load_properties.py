@@ -15,16 +15,18 @@ import pytest
 import safetensors
 
 from dcp_core.api import read
-from dcp_core.box import Box, slices
+from dcp_core.box import Box
 from dcp_core.execution.filesystem import FileSystemReader
 from dcp_core.file_names import METADATA_NAME, data_file_name
 from dcp_core.metadata import Metadata, StoredTensor, box_of
 from dcp_core.planning.standard_save import StandardSavePlanner
 from dcp_core.testing.ranks import RankContext, run_ranks
-from tests.core.rank_jobs import load, save, together
+from tests.core.layouts import at
 from tests.core.random_states import Tensor, leaves, random_tree, saved_state, tensor_bytes, wanted_state
+from tests.core.rank_jobs import load, save, together
 
 pytestmark = pytest.mark.timeout(120)
+
 
 def rounds(context: RankContext, directory: str, seed: int, count: int) -> int:
     """Save on some ranks, load on others, twice; returns how many bytes of tensors went through."""
@@ -52,6 +54,9 @@ def rounds(context: RankContext, directory: str, seed: int, count: int) -> int:
     return total
 
 
+_deserialize: Any = safetensors.deserialize
+
+
 def check_files(directory: Path, metadata: Metadata, tree: Any, *, exact: bool) -> None:
     """Nothing of an older save is left; the files open with plain safetensors and hold what the metadata says."""
     source = metadata.source
@@ -65,20 +70,20 @@ def check_files(directory: Path, metadata: Metadata, tree: Any, *, exact: bool) 
     for name, size, kind in zip(names, source.files.nbytes.tolist(), source.files.kind.tolist(), strict=True):
         assert (directory / name).stat().st_size == size
         if kind == 0:
-            contents[name] = dict(safetensors.deserialize((directory / name).read_bytes()))
+            contents[name] = dict(_deserialize((directory / name).read_bytes()))
     for place, leaf, _ in leaves(tree):
         if isinstance(leaf, Tensor):
             stored = find(source, place)
             for row in range(len(stored.chunks)):
                 box = box_of(stored.chunks, row)
                 own = contents[names[int(stored.chunks.file[row])]]
-                assert bytes(_entry(own, stored, box)["data"]) == leaf.bits[(*slices(box), ...)].tobytes()
+                assert bytes(_entry(own, stored, box)["data"]) == leaf.bits[at(box)].tobytes()
 
 
 def find(source: Any, place: Any) -> StoredTensor:
     """The tensor of a place, whatever it is called."""
     keys = [step[1] if isinstance(step, tuple) else step for step in place]
-    found = [
+    found: list[StoredTensor] = [
         tensor
         for name in source.names()
         for tensor in source.tensors(name)
@@ -141,7 +146,7 @@ def test_one_tensor_or_a_region_of_it_can_be_read_by_anybody(tmp_path: Path) -> 
                 offsets = tuple(rng.randrange(size) for size in leaf.bits.shape)
                 sizes = tuple(rng.randint(1, n - a) for n, a in zip(leaf.bits.shape, offsets, strict=True))
                 box = Box(offsets, sizes)
-                assert read(tmp_path, name, box).tobytes() == leaf.bits[(*slices(box), ...)].tobytes()
+                assert read(tmp_path, name, box).tobytes() == leaf.bits[at(box)].tobytes()
             count += 1
     assert count > 3
 

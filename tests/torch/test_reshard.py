@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -254,17 +255,33 @@ def drawn_state(
     return {name: part for name, part in parts.items() if part is not None}
 
 
+def drawn_options(draw: random.Random) -> tuple[dict[str, Any], dict[str, Any]]:
+    """How to save and how to load: nothing of it may change a value."""
+    planner = dcp_torch.StandardSavePlanner(
+        enable_plan_caching=draw.random() < 0.5,
+        remove_redundancy=draw.random() < 0.7,
+        save_to_minimum_rank=draw.random() < 0.3,
+    )
+    loading = {
+        "verify": draw.choice((True, "full", False)),
+        "broadcast_replicated_tensors": draw.choice((True, False, "auto")),
+        "broadcast_batch_bytes": draw.choice((0, 100, 1 << 20)),
+    }
+    return {"planner": planner, "durable": False}, loading
+
+
 def check_random(rank: TorchRank, root: Path, seed: int, rounds: int) -> int:
     meshes = [DeviceMesh(rank.device.type, ranks) for ranks in _MESHES]
     compared = 0
     for number in range(rounds):
         draw = random.Random(f"{seed} {number}")
         wholes = [values(drawn_shape(draw), draw.choice(_DTYPES), draw.randrange(99)) for _ in range(5)]
-        dcp_torch.save(drawn_state(draw, wholes, rank, meshes), checkpoint_id=root / f"{number}", durable=False)
-        state = random.Random(f"{seed} {number} target").getrandbits(64)
-        found, expected = (drawn_state(random.Random(state), wholes, rank, meshes) for _ in range(2))
+        saving, loading = drawn_options(draw)
+        dcp_torch.save(drawn_state(draw, wholes, rank, meshes), checkpoint_id=root / f"{number}", **saving)
+        target = draw.getrandbits(64)
+        found, expected = (drawn_state(random.Random(target), wholes, rank, meshes) for _ in range(2))
         poison(found)
-        dcp_torch.load(found, checkpoint_id=root / f"{number}")
+        dcp_torch.load(found, checkpoint_id=root / f"{number}", **loading)
         assert_same(found, expected)
         compared += sum(tensor.numel() for tensor in found.values())
     return compared
@@ -274,3 +291,20 @@ def check_random(rank: TorchRank, root: Path, seed: int, rounds: int) -> int:
 def test_any_layout_loads_into_any_other(seed: int, tmp_path: Path) -> None:
     compared = run_gloo(check_random, 8, tmp_path, seed, 16)
     assert sum(compared) > 1000
+
+
+def check_random_alone(rank: TorchRank, directory: Path, rounds: int) -> None:
+    meshes = [DeviceMesh(rank.device.type, ranks) for ranks in _MESHES]
+    for number in range(rounds):
+        seed = f"alone {number}"
+        wholes = [values((6, 5), dtype, number) for dtype in _DTYPES]
+        found, expected = (drawn_state(random.Random(seed), wholes, rank, meshes) for _ in range(2))
+        dcp_torch.save(found, checkpoint_id=directory, use_collectives=False, durable=False)
+        dist.barrier()
+        poison(found)
+        dcp_torch.load(found, checkpoint_id=directory)
+        assert_same(found, expected)
+
+
+def test_any_layout_saved_by_each_rank_alone_comes_back(tmp_path: Path) -> None:
+    run_gloo(check_random_alone, 8, tmp_path, 8)

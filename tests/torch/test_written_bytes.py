@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 import dcp_torch
-from dcp_core.metadata import TensorStorageMetadata
 from tests.torch.gloo_ranks import TorchRank, run_gloo
 from tests.torch.states import assert_same, bits_of, poison, shard, tensors, values
 
@@ -109,24 +110,26 @@ def test_files_open_in_safetensors_and_hold_the_values_of_their_chunks(tmp_path:
     run_gloo(save_sharded, 4, tmp_path, _BALANCED)
     wholes = {name: values(shape, dtype, at) for at, (name, (shape, _, dtype)) in enumerate(_BALANCED.items())}
     held = {name: torch.zeros(whole.shape, dtype=torch.int32) for name, whole in wholes.items()}
-    metadata = dcp_torch.FileSystemReader(tmp_path).load_metadata()
-    cut = {name for name, entry in metadata.state_dict_metadata.items() if len(chunks_of(entry)) > 1}
+    source = dcp_torch.FileSystemReader(tmp_path).load_metadata().source
+    rank_of = source.files.rank
     for file in data_files(tmp_path):
         with safe_open(file, framework="pt") as opened:
             for key in opened.keys():  # noqa: SIM118 - it is no mapping
                 name, _, at = key.partition("@")
+                (stored,) = source.tensors(name)
+                places = [
+                    offsets[: len(stored.shape)]
+                    for offsets, row in zip(stored.chunks.offsets.tolist(), stored.chunks.file.tolist(), strict=True)
+                    if file.name == f"_rank{rank_of[row]}_.safetensors"
+                ]
+                start = [int(number) for number in at.split(",")] if at else places[0]
+                assert start in places
+                assert bool(at) == (len(places) > 1), key
                 found = opened.get_tensor(key)
-                start = tuple(map(int, at.split(","))) if at else (0,) * found.ndim
                 box = tuple(slice(a, a + size) for a, size in zip(start, found.shape, strict=True))
                 assert bits_of(found) == bits_of(wholes[name][box]), key
                 held[name][box] += 1
-                assert (name in cut) or not at
     assert all((count == 1).all() for count in held.values())
-
-
-def chunks_of(entry: object) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    assert isinstance(entry, TensorStorageMetadata)
-    return [(chunk.offsets, chunk.sizes) for chunk in entry.chunks]
 
 
 # -- replicas ------------------------------------------------------------------------------------------------------
@@ -134,7 +137,7 @@ def chunks_of(entry: object) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
 
 def replicated() -> dict[str, Any]:
     """What every rank of a data-parallel job holds: plain tensors, large and tiny, and values."""
-    state: dict[str, Any] = {f"w{at}": values((300, 100 + at), seed=at) for at in range(7)}
+    state: dict[str, Any] = {f"w{at}": values((300, 400 + at), seed=at) for at in range(7)}
     return {**state, "bias": values((10,), seed=9), "count": torch.tensor(5), "step": 7}
 
 
@@ -248,3 +251,35 @@ def save_tied_shards(rank: TorchRank, directory: Path) -> None:
 def test_tied_shards_are_stored_once(tmp_path: Path) -> None:
     run_gloo(save_tied_shards, 3, tmp_path)
     assert sum(data_nbytes(file) for file in data_files(tmp_path)) == 9 * 4 * 4
+
+
+# -- sizes beyond 2 GiB --------------------------------------------------------------------------------------------
+
+_LARGE_ROWS, _LARGE_COLUMNS = (1 << 16) + 64, 1 << 15
+_LARGE_NBYTES = _LARGE_ROWS * _LARGE_COLUMNS
+
+
+def _has_room(directory: Path) -> bool:
+    free = shutil.disk_usage(directory).free
+    memory = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return free > 2 * _LARGE_NBYTES and memory > 4 * _LARGE_NBYTES
+
+
+@pytest.mark.slow
+def test_a_tensor_of_more_than_two_gibibytes_is_written_and_read_whole_and_in_part(tmp_path: Path) -> None:
+    if not _has_room(tmp_path):
+        pytest.skip("needs 10 GiB of memory and 5 GiB of disk")
+    large = torch.zeros(_LARGE_ROWS, _LARGE_COLUMNS, dtype=torch.uint8)
+    large[:, 7] = torch.arange(_LARGE_ROWS).remainder(251).to(torch.uint8)
+    large[-1] = values((_LARGE_COLUMNS,), torch.uint8)
+    dcp_torch.save({"large": large, "small": values((3,))}, checkpoint_id=tmp_path, durable=False)
+    state = {"large": torch.full_like(large, 9), "small": torch.zeros(3)}
+    dcp_torch.load(state, checkpoint_id=tmp_path)
+    assert torch.equal(state["large"], large)
+    assert bits_of(state["small"]) == bits_of(values((3,)))
+    part = dcp_torch.annotate_shard(
+        torch.zeros(_LARGE_ROWS, 2, dtype=torch.uint8), offsets=(0, 6), global_shape=large.shape
+    )
+    dcp_torch.load({"large": part}, checkpoint_id=tmp_path)
+    assert torch.equal(part, large[:, 6:8])
+    shutil.rmtree(tmp_path)
