@@ -1,7 +1,7 @@
 """What the global save plan costs the coordinator, in one process, for thousands of simulated ranks.
 
     python -m benchmarks.plan_scale --ranks 64 512 2048 8192 --json plan_scale.json
-    python -m benchmarks.plan_scale --ranks 64 512 --torch     # beside torch DCP's planner
+    python -m benchmarks.plan_scale --ranks 64 512 --torch-ranks 64 512 --repeats 3     # beside torch DCP's planner
 
 Each case runs in a process of its own, so that peak memory is the case's. Stages: decode and merge the ranks' tables,
 plan (replica sets, coverage, balance, layout), write lists, `.metadata`; then for one rank a ranged, checked open of
@@ -11,12 +11,13 @@ all names, and its load plan under another layout.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import multiprocessing
 import resource
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -80,9 +81,9 @@ def rank_table(cut: str, ranks: int, replicas: int, rank: int) -> LocalTable:
     cell = np.array(np.unravel_index(rank // replicas, grid))
     sizes = shapes // grid
     paths = tuple(encode_path(key_path("model", f"layers.{tensor:03d}.weight")) for tensor in range(TENSORS))
-    ones = np.ones(TENSORS, dtype=np.uint8)
+    zeros, dtype, ndim = (np.full(TENSORS, value, dtype=np.uint8) for value in (0, 11, 3))
     return LocalTable(
-        paths, ones * 0, ones * 11, ones * 3, ones * 0, np.ones(TENSORS, dtype=np.int32),
+        paths, zeros, dtype, ndim, zeros, np.ones(TENSORS, dtype=np.int32),
         np.arange(TENSORS, dtype=np.int32), shapes, sizes * cell, sizes, np.zeros((TENSORS, 2), dtype=np.uint64),
     )  # fmt: skip
 
@@ -227,24 +228,35 @@ def run_apart(measure: Callable[..., Case], *args: Any) -> dict[str, Any]:
     return result
 
 
+def median_of(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """One result whose every figure is the median of several."""
+    middle = dict(results[0])
+    for part in ("seconds", "sizes"):
+        middle[part] = {name: statistics.median(result[part][name] for result in results) for name in results[0][part]}
+    return middle
+
+
 def main() -> None:
     """Measure the cases that were asked for and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[64, 512, 2048, 8192])
     parser.add_argument("--cuts", nargs="+", default=list(CUTS), choices=CUTS)
     parser.add_argument("--replicas", type=int, nargs="+", default=[1, REPLICAS])
-    parser.add_argument("--torch", action="store_true", help="also run torch DCP's planner")
+    parser.add_argument("--torch-ranks", type=int, nargs="*", default=[], help="also run torch DCP's planner on these")
+    parser.add_argument("--repeats", type=int, default=1, help="runs of each, taken in turn; medians are shown")
     parser.add_argument("--json", help="write the figures to this file")
     options = parser.parse_args()
     results = []
-    for ranks in options.ranks:
-        for cut in options.cuts:
-            for replicas in options.replicas:
-                measures = [measure_ours, measure_torch] if options.torch else [measure_ours]
-                for measure in measures:
-                    result = run_apart(measure, ranks, cut, replicas)
-                    results.append(result)
-                    print(_line(result), flush=True)
+    for ranks, cut, replicas in itertools.product(options.ranks, options.cuts, options.replicas):
+        measures = [measure_ours] + ([measure_torch] if ranks in options.torch_ranks else [])
+        runs = [[run_apart(measure, ranks, cut, replicas) for measure in measures] for _ in range(options.repeats)]
+        medians = [median_of([run[peer] for run in runs]) for peer in range(len(measures))]
+        results.extend(medians)
+        for result in medians:
+            print(_line(result), flush=True)
+        if len(medians) > 1:
+            ours, theirs = (result["seconds"]["total_plan"] for result in medians)
+            print(f"      ratio of total_plan, torch / ours: {theirs / ours:.1f}", flush=True)
     if options.json:
         with open(options.json, "w") as file:
             json.dump(results, file, indent=1)

@@ -135,12 +135,15 @@ class BlockContainer:
             raise CorruptError(f"{self.file_name} lacks the block {name!r}")
         offset, nbytes, digest = self._spans[name]
         content = self._exactly(offset, nbytes)
+        self._check(name, content, digest)
+        return content
+
+    def _check(self, name: str, content: bytes | memoryview, digest: bytes) -> None:
         found = xxhash.xxh3_128_digest(content)
         if found != digest:
             raise CorruptError(
                 f"block {name!r} of {self.file_name} is corrupt: expected digest {digest.hex()}, found {found.hex()}"
             )
-        return content
 
     def _header(self) -> bytes:
         """The header with its length, read and measured."""
@@ -162,8 +165,16 @@ class BlockContainer:
         return self._nbytes
 
     def raw(self) -> bytes:
-        """The whole file."""
-        return self._exactly(0, self._nbytes)
+        """The whole file, every block checked.
+
+        Raises:
+            CorruptError: The digest of a block is wrong.
+        """
+        content = self._exactly(0, self._nbytes)
+        view = memoryview(content)
+        for name, (offset, nbytes, digest) in self._spans.items():
+            self._check(name, view[offset : offset + nbytes], digest)
+        return content
 
     def _exactly(self, offset: int, nbytes: int) -> bytes:
         if 0 < offset + nbytes <= len(self._first):

@@ -18,7 +18,7 @@ from dcp_core.errors import DTypeMismatchError, MissingKeysError, PlanningError,
 from dcp_core.metadata import EVERY_RANK, Metadata, StoredObject, StoredTensor
 from dcp_core.planning.load_plan import Wanted, WantedObject
 from dcp_core.planning.local_plan import Leaf, LocalState, check_writable
-from dcp_core.state_path import PerRank, StatePath, canonical_name, plain_name
+from dcp_core.state_path import PerRank, StatePath, canonical_name, encode_path, plain_name
 
 _logger = logging.getLogger("dcp.planning")
 
@@ -67,7 +67,7 @@ def match_state(state: LocalState, metadata: Metadata, rank: int, world_size: in
         ShapeMismatchError, DTypeMismatchError, PlanningError: A target that does not fit.
     """
     found = Matches()
-    _refuse_empty_containers(state, metadata)
+    _refuse_empty_containers(state, metadata, metadata.world_size == world_size)
     for position, leaf in enumerate(state.leaves):
         _match_leaf(position, leaf, metadata, rank, world_size, rules, found)
     if found.missing and not rules.allow_partial_load:
@@ -164,7 +164,7 @@ def _pick(entries: Sequence[_Entry], rank: int, same_world: bool, name: str, bor
     return min(entries, key=lambda entry: entry.rank)
 
 
-def _refuse_empty_containers(state: LocalState, metadata: Metadata) -> None:
+def _refuse_empty_containers(state: LocalState, metadata: Metadata, same_world: bool) -> None:
     """An empty container where the checkpoint has entries would load nothing and say nothing."""
     names: Sequence[str] | None = None
     for path in state.flat.empty:
@@ -180,12 +180,17 @@ def _refuse_empty_containers(state: LocalState, metadata: Metadata) -> None:
         names = list(metadata.source.names()) if names is None else names
         prefixes = plain_name(path) + ".", canonical_name(path) + "["
         inside = next(filter(None, (_first_with_prefix(names, prefix) for prefix in prefixes)), None)
-        if inside is not None:
+        if inside is not None and not _was_saved_empty(path, metadata, same_world):
             raise MissingKeysError(
                 f"{plain_name(path)!r} is empty in the target but the checkpoint has entries there ({inside!r} and "
                 "more); warm the target up first (an optimizer: make its state, for example by one step with zero "
                 "gradients), or leave the key out"
             )
+
+
+def _was_saved_empty(path: StatePath, metadata: Metadata, same_world: bool) -> bool:
+    """Whether some rank of a job of this size saved an empty dict there, as a stage without parameters does."""
+    return same_world and (encode_path(path), "dict") in metadata.source.nesting.containers
 
 
 def _first_with_prefix(names: Sequence[str], prefix: str) -> str | None:

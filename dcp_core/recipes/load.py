@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dcp_core.coordination.frames import pack, unpack
-from dcp_core.errors import ArgumentError, CorruptError, NotFoundError, PlanningError
+from dcp_core.errors import ArgumentError, CorruptError, DcpError, NotFoundError, PlanningError
 from dcp_core.execution.interfaces import CheckpointId, ReadContext, StorageReader, Verify
 from dcp_core.formats.metadata_file import MetadataColumns, MetadataFile, assemble, encode_body, open_bytes
 from dcp_core.formats.objects import decode_value, encode_value
@@ -36,6 +36,7 @@ OBJECT_HANDED_OUT_BYTES = 1 << 20
 """Objects up to this size are read once and handed out; larger ones every rank reads for itself."""
 
 _CODEC = ObjectEncoding()
+_UNDEFINED = "reading had begun: the targets are undefined now on all ranks; load again, or another checkpoint"
 _WHOLE, _BY_RANGES, _FALL_BACK = b"W", b"R", b"F"
 
 
@@ -246,7 +247,12 @@ class LoadRecipe:
     def _read_all(self, answer: bytes) -> None:
         """Read regions and place objects; exchange 3: errors."""
         _, error = attempt(lambda: self._fill_targets(answer))
-        self.exchange.run("load/done", error=error)
+        try:
+            self.exchange.run("load/done", error=error)
+        except DcpError as failure:
+            if "undefined" in failure.message:
+                raise
+            raise type(failure)(f"{failure.message}\n{_UNDEFINED}", failure.causes) from failure.__cause__
 
     def _fill_targets(self, answer: bytes) -> None:
         shared, own = unpack(answer)

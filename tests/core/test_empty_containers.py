@@ -10,6 +10,8 @@ import pytest
 
 from dcp_core.api import load, save
 from dcp_core.errors import MissingKeysError, PlanningError
+from dcp_core.testing.numpy_ranks import NumpyRankAdapter
+from dcp_core.testing.ranks import RankContext, run_ranks
 
 
 @pytest.mark.parametrize("target", [[], (), [1], None, "anything"])
@@ -40,6 +42,22 @@ def test_an_empty_dict_is_fine_where_an_empty_dict_was_saved(tmp_path: Path) -> 
     state: dict[str, Any] = {"x": {}, "y": 0}
     load(state, checkpoint_id=tmp_path)
     assert state == {"x": {}, "y": 1}
+
+
+def _a_stage_without_parameters(context: RankContext, directory: str) -> None:
+    entries = {} if context.rank else {0: {"momentum": np.arange(3.0)}}
+    save({"optimizer": {"state": entries}}, checkpoint_id=directory, adapter=NumpyRankAdapter())
+    target: dict[str, Any] = {"optimizer": {"state": {} if context.rank else {0: {"momentum": np.zeros(3)}}}}
+    load(target, checkpoint_id=directory, adapter=NumpyRankAdapter())
+    if context.rank == 0:
+        assert target["optimizer"]["state"][0]["momentum"].tolist() == [0, 1, 2]
+
+
+def test_a_rank_that_saved_an_empty_dict_loads_it_again(tmp_path: Path) -> None:
+    run_ranks(_a_stage_without_parameters, 2, str(tmp_path))
+    cold: dict[str, Any] = {"optimizer": {"state": {}}}
+    with pytest.raises(MissingKeysError, match="warm the target up"):
+        load(cold, checkpoint_id=tmp_path)  # in another world nobody can tell which rank this is
 
 
 def test_an_empty_root_loads_nothing(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from dcp_core.errors import (
     ShapeMismatchError,
 )
 from dcp_core.metadata import EVERY_RANK, ChunkColumns, StoredTensor, box_of
+from dcp_core.planning import balance
 from dcp_core.planning.balance import TINY_NBYTES
 from dcp_core.planning.global_plan import GlobalPlan, PlanOptions, plan_globally
 from dcp_core.planning.global_table import merge_tables
@@ -160,6 +161,16 @@ def test_every_element_is_stored_once_by_a_rank_that_holds_it(world: World) -> N
     sim = simulate(world)
     check_tensors(sim)
     check_objects(sim)
+
+
+@given(worlds(), st.sampled_from([8, 64]))
+def test_where_replica_sets_are_cut_into_pieces_every_element_is_stored_once(world: World, least: int) -> None:
+    """Pieces of a few bytes instead of many kilobytes, so that small tensors are cut."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(balance, "TINY_NBYTES", least)
+        sim = simulate(world)
+        check_tensors(sim)
+        check_objects(sim)
 
 
 @given(worlds())
@@ -382,6 +393,17 @@ def test_where_replica_groups_are_apart_the_busiest_rank_writes_little_more_than
     row = max(_nbytes(box) // max(box.sizes[:1] or (1,)) for _, _, box, _ in holdings)
     must = max(best_possible(_tiny_to_the_lowest(holdings), ranks), 1.02 * total / ranks)
     assert load.max() <= must + max(row, 2 * TINY_NBYTES)
+
+
+@given(SEEDS, st.integers(2, 12))
+def test_replica_sets_too_small_to_be_cut_are_spread_evenly(seed: int, ranks: int) -> None:
+    rng = Random(seed)
+    holdings: list[Holding] = []
+    for number in range(rng.randint(1, 60)):
+        shape = (rng.randint(TINY_NBYTES // 4, TINY_NBYTES // 2 - 1),)
+        holdings.append((f"t{number:02d}", shape, Box.whole(shape), tuple(range(ranks))))
+    load = booked(plan_boxes(holdings, ranks), ranks)
+    assert load.max() - load.min() <= max(_nbytes(box) for _, _, box, _ in holdings)
 
 
 @settings(max_examples=150)

@@ -64,11 +64,11 @@ def load_uneven(rank: TorchRank, directory: Path) -> None:
     assert_same(state, uneven(rank))
 
 
-def test_dimensions_shorter_than_the_number_of_ranks_save_and_load_anywhere(tmp_path: Path) -> None:
-    counts = run_gloo(save_uneven, 8, tmp_path)
+def test_dimensions_shorter_than_the_number_of_ranks_save_and_load_anywhere(shared_path: Path) -> None:
+    counts = run_gloo(save_uneven, 8, shared_path)
     assert counts == [{"five": 5, "inner": 5, "one": 1, "thin": 1, "none": 0, "flat": 6, "hollow": 0}] * 8
     for world_size in (1, 2, 3, 8):
-        run_gloo(load_uneven, world_size, tmp_path)
+        run_gloo(load_uneven, world_size, shared_path)
 
 
 def zero_d(rank: TorchRank, value: float) -> dict[str, Tensor]:
@@ -97,11 +97,11 @@ def load_zero_d(rank: TorchRank, directory: Path) -> None:
     assert_same(state, zero_d(rank, 5.0))
 
 
-def test_tensors_without_dimensions_keep_their_value_with_and_without_a_mesh(tmp_path: Path) -> None:
-    run_gloo(save_zero_d, 4, tmp_path)
+def test_tensors_without_dimensions_keep_their_value_with_and_without_a_mesh(shared_path: Path) -> None:
+    run_gloo(save_zero_d, 4, shared_path)
     for world_size in (4, 1):
-        run_gloo(load_zero_d, world_size, tmp_path)
-    assert dcp_torch.read(tmp_path, "on a mesh") == 5.0
+        run_gloo(load_zero_d, world_size, shared_path)
+    assert dcp_torch.read(shared_path, "on a mesh") == 5.0
 
 
 # -- several boxes in one rank -------------------------------------------------------------------------------------
@@ -139,13 +139,13 @@ def load_strided(rank: TorchRank, directory: Path) -> None:
     assert_same(state, strided(rank))
 
 
-def test_strided_shards_are_several_boxes_and_load_into_any_layout(tmp_path: Path) -> None:
-    chunks = run_gloo(save_strided, 4, tmp_path)
+def test_strided_shards_are_several_boxes_and_load_into_any_layout(shared_path: Path) -> None:
+    chunks = run_gloo(save_strided, 4, shared_path)
     assert chunks == [4] * 4
-    run_gloo(load_unstrided, 4, tmp_path, 0)
-    run_gloo(load_unstrided, 4, tmp_path, 1)
-    run_gloo(load_unstrided, 1, tmp_path, 0)
-    run_gloo(load_strided, 4, tmp_path)
+    run_gloo(load_unstrided, 4, shared_path, 0)
+    run_gloo(load_unstrided, 4, shared_path, 1)
+    run_gloo(load_unstrided, 1, shared_path, 0)
+    run_gloo(load_strided, 4, shared_path)
 
 
 def two_shards(rank: TorchRank, whole: Tensor) -> ShardedTensor:
@@ -172,17 +172,17 @@ def load_whole(rank: TorchRank, directory: Path) -> None:
     assert bits_of(target) == bits_of(values((8, 3)))
 
 
-def test_two_separate_chunks_of_one_rank_are_both_in_its_file_and_both_come_back(tmp_path: Path) -> None:
+def test_two_separate_chunks_of_one_rank_are_both_in_its_file_and_both_come_back(shared_path: Path) -> None:
     from safetensors import safe_open
 
-    run_gloo(save_two_shards, 2, tmp_path)
+    run_gloo(save_two_shards, 2, shared_path)
     keys = []
-    for file in data_files(tmp_path):
+    for file in data_files(shared_path):
         with safe_open(file, framework="pt") as opened:
             keys.append(set(opened.keys()))
     assert keys == [{"t@0,0", "t@6,0"}, {"t@2,0", "t@4,0"}]
-    run_gloo(load_two_shards, 2, tmp_path)
-    run_gloo(load_whole, 1, tmp_path)
+    run_gloo(load_two_shards, 2, shared_path)
+    run_gloo(load_whole, 1, shared_path)
 
 
 # -- ranks that contradict each other ------------------------------------------------------------------------------
@@ -225,12 +225,12 @@ def save_raises(rank: TorchRank, state: Callable[[TorchRank], Any], directory: P
     ],
 )
 def test_ranks_that_disagree_are_one_error_on_all_before_anything_is_written(
-    state: Callable[[TorchRank], Any], kind: str, words: tuple[str, ...], tmp_path: Path
+    state: Callable[[TorchRank], Any], kind: str, words: tuple[str, ...], shared_path: Path
 ) -> None:
-    found, text = same_on_all(run_gloo(save_raises, 3, state, tmp_path))
+    found, text = same_on_all(run_gloo(save_raises, 3, state, shared_path))
     assert found == kind, text
     assert all(word in text for word in words), text
-    assert not list(tmp_path.iterdir())
+    assert not list(shared_path.iterdir())
 
 
 def with_a_hole_alone(rank: TorchRank) -> dict[str, Tensor]:
@@ -249,10 +249,10 @@ def holes_without_collectives(rank: TorchRank, directory: Path) -> tuple[str, st
     return found
 
 
-def test_a_hole_is_seen_with_one_rank_and_without_collectives_only_by_the_load(tmp_path: Path) -> None:
-    kind, text = same_on_all(run_gloo(save_raises, 1, with_a_hole_alone, tmp_path / "one"))
+def test_a_hole_is_seen_with_one_rank_and_without_collectives_only_by_the_load(shared_path: Path) -> None:
+    kind, text = same_on_all(run_gloo(save_raises, 1, with_a_hole_alone, shared_path / "one"))
     assert kind == "CoverageError", text
-    for kind, text in run_gloo(holes_without_collectives, 3, tmp_path / "alone"):
+    for kind, text in run_gloo(holes_without_collectives, 3, shared_path / "alone"):
         assert kind == "CoverageError", text
         assert "'t'" in text
 
@@ -278,8 +278,8 @@ def differing_arguments(rank: TorchRank, directory: Path) -> list[tuple[str, str
     ]
 
 
-def test_arguments_that_differ_between_ranks_are_an_error_on_all(tmp_path: Path) -> None:
-    found = run_gloo(differing_arguments, 3, tmp_path)
+def test_arguments_that_differ_between_ranks_are_an_error_on_all(shared_path: Path) -> None:
+    found = run_gloo(differing_arguments, 3, shared_path)
     expected = ("checkpoint_id", "durable", "planner", "broadcast_batch_bytes", "verify")
     for argument, of_ranks in zip(expected, zip(*found, strict=True), strict=True):
         kind, text = same_on_all(of_ranks)
@@ -298,8 +298,8 @@ def bad_argument_on_one_rank(rank: TorchRank, directory: Path) -> list[tuple[str
     ]
 
 
-def test_a_bad_argument_on_one_rank_is_an_error_on_all(tmp_path: Path) -> None:
-    for of_ranks in zip(*run_gloo(bad_argument_on_one_rank, 3, tmp_path, timeout_seconds=20), strict=True):
+def test_a_bad_argument_on_one_rank_is_an_error_on_all(shared_path: Path) -> None:
+    for of_ranks in zip(*run_gloo(bad_argument_on_one_rank, 3, shared_path, timeout_seconds=20), strict=True):
         kind, text = same_on_all(of_ranks)
         assert kind == "ArgumentError", text
         assert "rank 1" in text
@@ -313,11 +313,11 @@ def partial(rank: TorchRank) -> dict[str, Tensor]:
     return state
 
 
-def test_a_partial_sum_on_one_rank_is_refused_on_all_with_an_explanation(tmp_path: Path) -> None:
-    kind, text = same_on_all(run_gloo(save_raises, 3, partial, tmp_path))
+def test_a_partial_sum_on_one_rank_is_refused_on_all_with_an_explanation(shared_path: Path) -> None:
+    kind, text = same_on_all(run_gloo(save_raises, 3, partial, shared_path))
     assert kind == "UnsupportedValueError"
     assert all(word in text for word in ("'sum'", "rank 1", "partial sum", "redistribute()"))
-    assert not list(tmp_path.iterdir())
+    assert not list(shared_path.iterdir())
 
 
 # -- ranks that hold different things ------------------------------------------------------------------------------
@@ -367,14 +367,14 @@ def load_stages_on_one(rank: TorchRank, directory: Path) -> None:
 
 @pytest.mark.parametrize("cut", [False, True], ids=["whole", "sharded"])
 def test_a_parameter_tied_between_pipeline_stages_is_one_replica_set_and_written_once(
-    cut: bool, tmp_path: Path
+    cut: bool, shared_path: Path
 ) -> None:
-    run_gloo(save_pipeline, 8, tmp_path, cut)
+    run_gloo(save_pipeline, 8, shared_path, cut)
     total = 64 * 512 * 4 + 4 * (4 * 6 * 4) + 3 * (5 * 4) + 2 * (3 * 4)
-    assert sum(data_bytes(file) for file in data_files(tmp_path)) == total
-    run_gloo(load_pipeline, 8, tmp_path, cut)
-    run_gloo(load_pipeline, 8, tmp_path, not cut)
-    run_gloo(load_stages_on_one, 1, tmp_path)
+    assert sum(data_bytes(file) for file in data_files(shared_path)) == total
+    run_gloo(load_pipeline, 8, shared_path, cut)
+    run_gloo(load_pipeline, 8, shared_path, not cut)
+    run_gloo(load_stages_on_one, 1, shared_path)
 
 
 def data_bytes(file: Path) -> int:
@@ -412,11 +412,11 @@ def load_rows(rank: TorchRank, directory: Path) -> None:
         assert_same(state, {"rows": shard(values((5, 2)), world_mesh(rank), [Shard(1)])})
 
 
-def test_meshes_over_some_ranks_and_ranks_with_nothing_to_save_or_load(tmp_path: Path) -> None:
-    assert run_gloo(save_on_a_subset, 4, tmp_path) == [["both", "rows"]] * 4
-    assert [file.name for file in data_files(tmp_path) if "_rank0_" in file.name] == []
-    run_gloo(load_on_a_subset, 4, tmp_path)
-    run_gloo(load_rows, 2, tmp_path)
+def test_meshes_over_some_ranks_and_ranks_with_nothing_to_save_or_load(shared_path: Path) -> None:
+    assert run_gloo(save_on_a_subset, 4, shared_path) == [["both", "rows"]] * 4
+    assert [file.name for file in data_files(shared_path) if "_rank0_" in file.name] == []
+    run_gloo(load_on_a_subset, 4, shared_path)
+    run_gloo(load_rows, 2, shared_path)
 
 
 def save_nothing(rank: TorchRank, directory: Path) -> int:
@@ -425,9 +425,9 @@ def save_nothing(rank: TorchRank, directory: Path) -> int:
     return len(dcp_torch.save({}, checkpoint_id=directory).state_dict_metadata)
 
 
-def test_a_job_with_nothing_at_all_saves_and_loads(tmp_path: Path) -> None:
-    assert run_gloo(save_nothing, 2, tmp_path) == [0, 0]
-    assert not data_files(tmp_path)
+def test_a_job_with_nothing_at_all_saves_and_loads(shared_path: Path) -> None:
+    assert run_gloo(save_nothing, 2, shared_path) == [0, 0]
+    assert not data_files(shared_path)
 
 
 # -- memory that is not laid out row by row ------------------------------------------------------------------------
@@ -458,54 +458,56 @@ def _in_inference_mode() -> Tensor:
         return values((3, 5), seed=7)
 
 
-def test_memory_of_any_strides_is_saved_and_filled_by_its_logical_values(tmp_path: Path) -> None:
+def test_memory_of_any_strides_is_saved_and_filled_by_its_logical_values(shared_path: Path) -> None:
     state = odd_memory()
     plain = {name: tensor.detach().resolve_conj().resolve_neg().clone().contiguous() for name, tensor in state.items()}
-    dcp_torch.save(state, checkpoint_id=tmp_path / "odd")
+    dcp_torch.save(state, checkpoint_id=shared_path / "odd")
     found = {name: torch.empty_like(tensor) for name, tensor in plain.items()}
     poison(found)
-    dcp_torch.load(found, checkpoint_id=tmp_path / "odd")
+    dcp_torch.load(found, checkpoint_id=shared_path / "odd")
     assert_same(found, plain)
 
-    dcp_torch.save(plain, checkpoint_id=tmp_path / "plain")
+    dcp_torch.save(plain, checkpoint_id=shared_path / "plain")
     strides = {name: tensor.stride() for name, tensor in state.items()}
     for tensor in state.values():
         with torch.inference_mode(tensor.is_inference()), torch.no_grad():
             tensor.zero_()
     before = dict(state)
-    dcp_torch.load(state, checkpoint_id=tmp_path / "plain")
+    dcp_torch.load(state, checkpoint_id=shared_path / "plain")
     for name, tensor in state.items():
         assert tensor is before[name]
         assert tensor.stride() == strides[name]
         assert bits_of(tensor.detach().resolve_conj().resolve_neg()) == bits_of(plain[name]), name
 
 
-def test_a_target_inside_a_larger_tensor_leaves_what_surrounds_it(tmp_path: Path) -> None:
+def test_a_target_inside_a_larger_tensor_leaves_what_surrounds_it(shared_path: Path) -> None:
     whole = values((6, 8))
-    dcp_torch.save({"t": whole}, checkpoint_id=tmp_path)
+    dcp_torch.save({"t": whole}, checkpoint_id=shared_path)
     around = torch.full((10, 17), 7.0)
     target = around[2:8, 1::2]
-    dcp_torch.load({"t": target}, checkpoint_id=tmp_path)
+    dcp_torch.load({"t": target}, checkpoint_id=shared_path)
     assert bits_of(target) == bits_of(whole)
     assert (around == 7).sum() == 10 * 17 - 6 * 8 + (whole == 7).sum()
 
 
-def test_an_expanded_tensor_is_saved_whole_and_refused_as_a_target(tmp_path: Path) -> None:
+def test_an_expanded_tensor_is_saved_whole_and_refused_as_a_target(shared_path: Path) -> None:
     expanded = values((4, 1)).expand(4, 3)
-    dcp_torch.save({"t": expanded}, checkpoint_id=tmp_path)
+    dcp_torch.save({"t": expanded}, checkpoint_id=shared_path)
     target = {"t": torch.zeros(4, 3)}
-    dcp_torch.load(target, checkpoint_id=tmp_path)
+    dcp_torch.load(target, checkpoint_id=shared_path)
     assert bits_of(target["t"]) == bits_of(expanded)
     row = torch.zeros(4, 1)
-    kind, text = raised(lambda: dcp_torch.load({"t": row.expand(4, 3)}, checkpoint_id=tmp_path))
+    kind, text = raised(lambda: dcp_torch.load({"t": row.expand(4, 3)}, checkpoint_id=shared_path))
     assert kind == "UnsupportedValueError"
     assert "'t'" in text and "clone" in text
     assert (row == 0).all()
 
 
-def test_windows_that_overlap_are_refused_as_a_target(tmp_path: Path) -> None:
-    dcp_torch.save({"t": torch.zeros(3, 2)}, checkpoint_id=tmp_path)
-    kind, text = raised(lambda: dcp_torch.load({"t": torch.ones(4).as_strided((3, 2), (1, 1))}, checkpoint_id=tmp_path))
+def test_windows_that_overlap_are_refused_as_a_target(shared_path: Path) -> None:
+    dcp_torch.save({"t": torch.zeros(3, 2)}, checkpoint_id=shared_path)
+    kind, text = raised(
+        lambda: dcp_torch.load({"t": torch.ones(4).as_strided((3, 2), (1, 1))}, checkpoint_id=shared_path)
+    )
     assert kind == "UnsupportedValueError", text
 
 
@@ -538,5 +540,5 @@ def check_odd_shards(rank: TorchRank, directory: Path) -> None:
     dist.barrier()
 
 
-def test_shards_of_any_strides_are_saved_and_filled(tmp_path: Path) -> None:
-    run_gloo(check_odd_shards, 2, tmp_path)
+def test_shards_of_any_strides_are_saved_and_filled(shared_path: Path) -> None:
+    run_gloo(check_odd_shards, 2, shared_path)

@@ -69,10 +69,10 @@ assert all(torch.equal(tensor.full_tensor(), expected[name]) for name, tensor in
 
 
 @pytest.mark.slow
-def test_a_script_under_torchrun_saves_and_loads_and_a_plain_process_reads_it(tmp_path: Path) -> None:
+def test_a_script_under_torchrun_saves_and_loads_and_a_plain_process_reads_it(shared_path: Path) -> None:
     if "TORCHELASTIC_RUN_ID" in os.environ:
         pytest.skip("starts a job of its own")
-    script, checkpoint = tmp_path / "train.py", tmp_path / "step 1"
+    script, checkpoint = shared_path / "train.py", shared_path / "step 1"
     script.write_text(textwrap.dedent(_PROGRAM).replace("CHECKPOINT", repr(str(checkpoint))))
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port"]
     done = subprocess.run(
@@ -92,9 +92,9 @@ def without_a_group(rank: TorchRank, directory: Path) -> int:
     return save_and_load(rank, state, directory).world_size
 
 
-def test_a_process_without_a_group_is_a_world_of_one(tmp_path: Path) -> None:
-    assert run_gloo(without_a_group, 1, tmp_path, init=False) == [1]
-    assert {file.name for file in tmp_path.iterdir()} == {".metadata", "_rank0_.safetensors", "_rank0_.bytes"}
+def test_a_process_without_a_group_is_a_world_of_one(shared_path: Path) -> None:
+    assert run_gloo(without_a_group, 1, shared_path, init=False) == [1]
+    assert {file.name for file in shared_path.iterdir()} == {".metadata", "_rank0_.safetensors", "_rank0_.bytes"}
 
 
 def two_groups(rank: TorchRank, root: Path) -> list[str]:
@@ -117,15 +117,15 @@ def sharded_on(rank: TorchRank, groups: dict[tuple[int, ...], Any], mine: tuple[
     return {"t": shard(values((7, 4), seed=min(mine)), meshes[mine], [Shard(0)]), "n": min(mine)}
 
 
-def test_subgroups_save_and_load_beside_each_other(tmp_path: Path) -> None:
-    found = run_gloo(two_groups, 4, tmp_path)
+def test_subgroups_save_and_load_beside_each_other(shared_path: Path) -> None:
+    found = run_gloo(two_groups, 4, shared_path)
     assert all("no member" in texts[0] for texts in found)
     for name in ("0", "1"):
-        assert {file.name for file in (tmp_path / name).glob("*.safetensors")} == {
+        assert {file.name for file in (shared_path / name).glob("*.safetensors")} == {
             "_rank0_.safetensors",
             "_rank1_.safetensors",
         }
-    assert not (tmp_path / "x").exists()
+    assert not (shared_path / "x").exists()
 
 
 def with_a_mesh(rank: TorchRank, root: Path) -> tuple[str, str]:
@@ -137,8 +137,8 @@ def with_a_mesh(rank: TorchRank, root: Path) -> tuple[str, str]:
     return raised(lambda: dcp_torch.save(state, checkpoint_id=root / "x", process_group=mesh))
 
 
-def test_a_one_dimensional_mesh_is_a_process_group_and_a_larger_one_is_refused(tmp_path: Path) -> None:
-    for kind, text in run_gloo(with_a_mesh, 4, tmp_path):
+def test_a_one_dimensional_mesh_is_a_process_group_and_a_larger_one_is_refused(shared_path: Path) -> None:
+    for kind, text in run_gloo(with_a_mesh, 4, shared_path):
         assert kind == "ArgumentError"
         assert "1-d" in text
 
@@ -152,8 +152,8 @@ def on_hccl(rank: TorchRank, directory: Path) -> str:
 
 
 @pytest.mark.skipif(os.environ.get("DCP_TEST_DEVICE", "cpu") != "cpu", reason="a stand-in for hosts without devices")
-def test_a_job_on_hccl_saves_and_loads(tmp_path: Path) -> None:
-    assert run_gloo(on_hccl, 2, tmp_path, backend="hccl") == ["hccl", "hccl"]
+def test_a_job_on_hccl_saves_and_loads(shared_path: Path) -> None:
+    assert run_gloo(on_hccl, 2, shared_path, backend="hccl") == ["hccl", "hccl"]
 
 
 # -- ranks that save alone -----------------------------------------------------------------------------------------
@@ -175,9 +175,9 @@ def alone(rank: TorchRank, directory: Path, how: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("how", [{"use_collectives": False}, {"no_dist": True}], ids=str)
-def test_ranks_that_save_alone_load_their_own_files(how: dict[str, Any], tmp_path: Path) -> None:
-    run_gloo(alone, 3, tmp_path, how)
-    names = {file.name for file in tmp_path.iterdir()}
+def test_ranks_that_save_alone_load_their_own_files(how: dict[str, Any], shared_path: Path) -> None:
+    run_gloo(alone, 3, shared_path, how)
+    names = {file.name for file in shared_path.iterdir()}
     assert names == {
         f"{prefix}{rank}{suffix}"
         for rank in range(3)
@@ -198,8 +198,8 @@ def with_a_missing_rank(rank: TorchRank, directory: Path) -> tuple[str, str]:
     return found
 
 
-def test_a_rank_whose_metadata_is_missing_is_one_error_on_all(tmp_path: Path) -> None:
-    kind, text = same_on_all(run_gloo(with_a_missing_rank, 3, tmp_path))
+def test_a_rank_whose_metadata_is_missing_is_one_error_on_all(shared_path: Path) -> None:
+    kind, text = same_on_all(run_gloo(with_a_missing_rank, 3, shared_path))
     assert kind == "NotFoundError"
     assert "2.metadata" in text
     assert "rank 2" in text
@@ -213,11 +213,11 @@ def over_a_collective_save(rank: TorchRank, directory: Path) -> tuple[str, str]:
     return found
 
 
-def test_saving_alone_over_a_collective_checkpoint_is_refused(tmp_path: Path) -> None:
-    for kind, text in run_gloo(over_a_collective_save, 2, tmp_path):
+def test_saving_alone_over_a_collective_checkpoint_is_refused(shared_path: Path) -> None:
+    for kind, text in run_gloo(over_a_collective_save, 2, shared_path):
         assert kind == "ArgumentError"
         assert ".metadata" in text
-    dcp_torch.load({"r": torch.zeros(5)}, checkpoint_id=tmp_path)
+    dcp_torch.load({"r": torch.zeros(5)}, checkpoint_id=shared_path)
 
 
 def nothing_there(rank: TorchRank, directory: Path) -> list[tuple[str, str]]:
@@ -228,24 +228,24 @@ def nothing_there(rank: TorchRank, directory: Path) -> list[tuple[str, str]]:
     ]
 
 
-def test_a_directory_without_a_checkpoint_is_one_error_on_all(tmp_path: Path) -> None:
-    (tmp_path / "_rank0_.safetensors").write_bytes(b"left over")
-    for of_ranks in zip(*run_gloo(nothing_there, 2, tmp_path), strict=True):
+def test_a_directory_without_a_checkpoint_is_one_error_on_all(shared_path: Path) -> None:
+    (shared_path / "_rank0_.safetensors").write_bytes(b"left over")
+    for of_ranks in zip(*run_gloo(nothing_there, 2, shared_path), strict=True):
         kind, text = same_on_all(of_ranks)
         assert kind == "NotFoundError"
-        assert str(tmp_path) in text
+        assert str(shared_path) in text
 
 
 def save_over(rank: TorchRank, directory: Path, seed: int) -> None:
     save_and_load(rank, sharded(rank, seed=seed), directory)
 
 
-def test_a_save_by_fewer_ranks_over_a_checkpoint_leaves_nothing_of_the_larger_one(tmp_path: Path) -> None:
+def test_a_save_by_fewer_ranks_over_a_checkpoint_leaves_nothing_of_the_larger_one(shared_path: Path) -> None:
     for seed, world_size in enumerate((4, 2, 3)):
-        run_gloo(save_over, world_size, tmp_path, seed)
-        kinds = [file.name.split("_")[1] for file in tmp_path.glob("_rank*")]
+        run_gloo(save_over, world_size, shared_path, seed)
+        kinds = [file.name.split("_")[1] for file in shared_path.glob("_rank*")]
         assert set(kinds) == {f"rank{rank}" for rank in range(world_size)}
-        assert len(list(tmp_path.iterdir())) == world_size + 2  # .metadata, and the values
+        assert len(list(shared_path.iterdir())) == world_size + 2  # .metadata, and the values
 
 
 # -- modules and optimizers as they are ----------------------------------------------------------------------------
@@ -293,8 +293,8 @@ def check_modules(rank: TorchRank, directory: Path) -> None:
     assert_same(as_values(state), before)
 
 
-def test_modules_and_optimizers_are_saved_as_they_are_and_loaded_in_place(tmp_path: Path) -> None:
-    run_gloo(check_modules, 2, tmp_path)
+def test_modules_and_optimizers_are_saved_as_they_are_and_loaded_in_place(shared_path: Path) -> None:
+    run_gloo(check_modules, 2, shared_path)
 
 
 class Counter:
@@ -338,8 +338,10 @@ def failing(rank: TorchRank, directory: Path, where: str) -> tuple[tuple[str, st
 
 
 @pytest.mark.parametrize("where", ["state_dict while saving", "state_dict", "load_state_dict"])
-def test_an_exception_in_a_stateful_object_of_one_rank_is_one_error_on_all_at_once(where: str, tmp_path: Path) -> None:
-    found = run_gloo(failing, 3, tmp_path, where)
+def test_an_exception_in_a_stateful_object_of_one_rank_is_one_error_on_all_at_once(
+    where: str, shared_path: Path
+) -> None:
+    found = run_gloo(failing, 3, shared_path, where)
     kind, text = same_on_all([of_rank[0] for of_rank in found])
     assert kind == "RankFailedError"
     assert all(word in text for word in ("rank 1", "RuntimeError", "the disk of the user is full"))
@@ -359,9 +361,9 @@ def interrupted(rank: TorchRank, directory: Path) -> str:
     return "nothing"
 
 
-def test_an_interrupt_on_one_rank_ends_it_there_and_is_an_error_on_the_others(tmp_path: Path) -> None:
-    assert run_gloo(interrupted, 3, tmp_path) == ["RankFailedError", "KeyboardInterrupt", "RankFailedError"]
-    assert not list(tmp_path.iterdir())
+def test_an_interrupt_on_one_rank_ends_it_there_and_is_an_error_on_the_others(shared_path: Path) -> None:
+    assert run_gloo(interrupted, 3, shared_path) == ["RankFailedError", "KeyboardInterrupt", "RankFailedError"]
+    assert not list(shared_path.iterdir())
 
 
 # -- the second save -----------------------------------------------------------------------------------------------
@@ -408,8 +410,8 @@ def check_hits(rank: TorchRank, root: Path) -> list[list[int]]:
     return messages
 
 
-def test_saves_of_known_structures_hit_the_plan_cache_and_exchange_little(tmp_path: Path) -> None:
-    found = run_gloo(check_hits, 3, tmp_path)
+def test_saves_of_known_structures_hit_the_plan_cache_and_exchange_little(shared_path: Path) -> None:
+    found = run_gloo(check_hits, 3, shared_path)
     for of_rank in found[1:]:
         assert all(len(messages) == 2 and max(messages) <= 200 for messages in of_rank[2:])
     assert [len(messages) for messages in found[1]][:2] == [3, 3]
@@ -434,8 +436,8 @@ def a_b_a(rank: TorchRank, root: Path) -> list[bool]:
     return hits
 
 
-def test_structures_that_change_on_one_rank_and_back_are_always_right(tmp_path: Path) -> None:
-    found = run_gloo(a_b_a, 3, tmp_path)
+def test_structures_that_change_on_one_rank_and_back_are_always_right(shared_path: Path) -> None:
+    found = run_gloo(a_b_a, 3, shared_path)
     assert len({tuple(hits) for hits in found}) == 1
     assert found[0][:2] == [False, False]
     assert all(found[0][2:])

@@ -180,12 +180,12 @@ _ADAM_FLAT, _SGD_FLAT = (("adam", True), ("sgd", False)), (("adam", False), ("sg
     ids=lambda value: " to ".join(value) if isinstance(value[0], str) else f"{value[0][0]} flat {value[0][1]}",
 )
 def test_model_and_optimizer_survive_every_change_of_layout(
-    layouts: tuple[str, ...], variants: Variants, tmp_path: Path
+    layouts: tuple[str, ...], variants: Variants, shared_path: Path
 ) -> None:
     """`variants` are optimizers, and whether their state is flattened."""
-    run_gloo(save_first, _WORLD[layouts[0]], layouts[0], tmp_path, variants)
+    run_gloo(save_first, _WORLD[layouts[0]], layouts[0], shared_path, variants)
     for step, layout in enumerate(layouts[1:]):
-        run_gloo(load_on, _WORLD[layout], layout, tmp_path, variants, step)
+        run_gloo(load_on, _WORLD[layout], layout, shared_path, variants, step)
 
 
 # -- random layouts ------------------------------------------------------------------------------------------------
@@ -288,8 +288,8 @@ def check_random(rank: TorchRank, root: Path, seed: int, rounds: int) -> int:
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_any_layout_loads_into_any_other(seed: int, tmp_path: Path) -> None:
-    compared = run_gloo(check_random, 8, tmp_path, seed, 16)
+def test_any_layout_loads_into_any_other(seed: int, shared_path: Path) -> None:
+    compared = run_gloo(check_random, 8, shared_path, seed, 16)
     assert sum(compared) > 1000
 
 
@@ -306,5 +306,5 @@ def check_random_alone(rank: TorchRank, directory: Path, rounds: int) -> None:
         assert_same(found, expected)
 
 
-def test_any_layout_saved_by_each_rank_alone_comes_back(tmp_path: Path) -> None:
-    run_gloo(check_random_alone, 8, tmp_path, 8)
+def test_any_layout_saved_by_each_rank_alone_comes_back(shared_path: Path) -> None:
+    run_gloo(check_random_alone, 8, shared_path, 8)

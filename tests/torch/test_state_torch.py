@@ -72,22 +72,22 @@ def check_typed(rank: TorchRank, directory: Path) -> None:
         assert_same(state, typed(rank, cut))
 
 
-def test_every_element_type_comes_back_bit_by_bit(tmp_path: Path) -> None:
+def test_every_element_type_comes_back_bit_by_bit(shared_path: Path) -> None:
     assert set(_PROMISED) <= set(_STORED)
-    run_gloo(check_typed, 3, tmp_path)
+    run_gloo(check_typed, 3, shared_path)
 
 
-def test_nan_payloads_survive_where_no_type_changes(tmp_path: Path) -> None:
+def test_nan_payloads_survive_where_no_type_changes(shared_path: Path) -> None:
     payloads = torch.tensor([0x7F800001, 0x7FC12345, -1, 0x7F812345], dtype=torch.int32).view(torch.float32)
-    dcp_torch.save({"t": payloads, "column": payloads.reshape(2, 2).t()}, checkpoint_id=tmp_path)
+    dcp_torch.save({"t": payloads, "column": payloads.reshape(2, 2).t()}, checkpoint_id=shared_path)
     state = {"t": torch.zeros(4), "column": torch.zeros(2, 2)}
-    dcp_torch.load(state, checkpoint_id=tmp_path)
+    dcp_torch.load(state, checkpoint_id=shared_path)
     assert bits_of(state["t"]) == bits_of(payloads)
     assert bits_of(state["column"].t()) == bits_of(payloads)
 
 
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
-def test_element_types_that_the_format_lacks_are_refused_by_name(tmp_path: Path) -> None:
+def test_element_types_that_the_format_lacks_are_refused_by_name(shared_path: Path) -> None:
     others = sorted({str(d) for d in vars(torch).values() if isinstance(d, torch.dtype)} - {str(d) for d in _STORED})
     refused = []
     for name in others:
@@ -95,17 +95,17 @@ def test_element_types_that_the_format_lacks_are_refused_by_name(tmp_path: Path)
             tensor = torch.empty(4, dtype=getattr(torch, name.removeprefix("torch.")))
         except RuntimeError:  # torch cannot make one either
             continue
-        kind, text = raised(lambda tensor=tensor: dcp_torch.save({"odd": tensor}, checkpoint_id=tmp_path))  # type: ignore[misc]  # mypy cannot type it
+        kind, text = raised(lambda tensor=tensor: dcp_torch.save({"odd": tensor}, checkpoint_id=shared_path))  # type: ignore[misc]  # mypy cannot type it
         assert kind == "UnsupportedValueError", name
         assert "'odd'" in text and (name.removeprefix("torch.") in text or "quantized" in text)
         refused.append(name)
     quantized = torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)
     for tensor in (quantized, torch.eye(3).to_sparse(), torch.ones(2, device="meta")):
-        kind, text = raised(lambda tensor=tensor: dcp_torch.save({"odd": tensor}, checkpoint_id=tmp_path))  # type: ignore[misc]  # mypy cannot type it
+        kind, text = raised(lambda tensor=tensor: dcp_torch.save({"odd": tensor}, checkpoint_id=shared_path))  # type: ignore[misc]  # mypy cannot type it
         assert kind == "UnsupportedValueError"
         assert "'odd'" in text
     assert "torch.bits8" in refused
-    assert not list(tmp_path.iterdir())
+    assert not list(shared_path.iterdir())
 
 
 # -- keys and values -----------------------------------------------------------------------------------------------
@@ -184,10 +184,10 @@ def load_odd(rank: TorchRank, directory: Path) -> None:
     assert type(state["keys"]["pair"]) is Pair
 
 
-def test_keys_and_values_of_all_kinds_come_back_exactly(tmp_path: Path) -> None:
-    run_gloo(save_odd, 3, tmp_path)
+def test_keys_and_values_of_all_kinds_come_back_exactly(shared_path: Path) -> None:
+    run_gloo(save_odd, 3, shared_path)
     for world_size in (3, 2):
-        run_gloo(load_odd, world_size, tmp_path)
+        run_gloo(load_odd, world_size, shared_path)
 
 
 def own_classes(rank: TorchRank) -> dict[str, Any]:
@@ -205,8 +205,8 @@ def check_own_classes(rank: TorchRank, directory: Path) -> tuple[str, str]:
     return found
 
 
-def test_enums_and_dataclasses_need_their_class_allowed_and_the_error_says_how(tmp_path: Path) -> None:
-    kind, text = same_on_all(run_gloo(check_own_classes, 2, tmp_path))
+def test_enums_and_dataclasses_need_their_class_allowed_and_the_error_says_how(shared_path: Path) -> None:
+    kind, text = same_on_all(run_gloo(check_own_classes, 2, shared_path))
     assert kind == "UntrustedObjectError"
     assert "allow_pickled(" in text
     assert f"{Phase.__module__}.Phase" in text or f"{Progress.__module__}.Progress" in text
@@ -243,15 +243,17 @@ def load_rng(rank: TorchRank, directory: Path, drawn_by: str) -> list[str]:
 
 
 @pytest.mark.parametrize("differing_from", [0, 1], ids=["at the first save", "from the second save on"])
-def test_random_states_that_differ_are_kept_per_rank_and_warned_about_once(differing_from: int, tmp_path: Path) -> None:
-    first, *others = run_gloo(save_rng, 3, tmp_path, differing_from)
+def test_random_states_that_differ_are_kept_per_rank_and_warned_about_once(
+    differing_from: int, shared_path: Path
+) -> None:
+    first, *others = run_gloo(save_rng, 3, shared_path, differing_from)
     assert len(first) == 1
     assert all(word in first[0] for word in ("0, 1, 2", "PerRank"))
     assert others == [[], []]
     for number in range(3):
         drawn_by = "own" if number >= differing_from else "common"
-        assert run_gloo(load_rng, 3, tmp_path / f"{number}", drawn_by) == [[]] * 3
-    for lines in run_gloo(load_rng, 2, tmp_path / "2", "lowest"):
+        assert run_gloo(load_rng, 3, shared_path / f"{number}", drawn_by) == [[]] * 3
+    for lines in run_gloo(load_rng, 2, shared_path / "2", "lowest"):
         assert any("rng" in line and "lowest" in line for line in lines), lines
 
 
@@ -271,9 +273,9 @@ def load_per_rank(rank: TorchRank, directory: Path) -> tuple[str, str]:
     return raised(lambda: dcp_torch.load({"own": dcp_torch.PerRank(None)}, checkpoint_id=directory))
 
 
-def test_a_per_rank_value_comes_back_to_its_rank_and_to_no_other_world_size(tmp_path: Path) -> None:
-    run_gloo(per_rank, 3, tmp_path)
-    kind, text = same_on_all(run_gloo(load_per_rank, 2, tmp_path / "1"))
+def test_a_per_rank_value_comes_back_to_its_rank_and_to_no_other_world_size(shared_path: Path) -> None:
+    run_gloo(per_rank, 3, shared_path)
+    kind, text = same_on_all(run_gloo(load_per_rank, 2, shared_path / "1"))
     assert kind == "PlanningError"
     assert all(word in text for word in ("'own'", "3 ranks", "2"))
 
@@ -321,9 +323,9 @@ def check_raw_optimizer(rank: TorchRank, directory: Path, name: str) -> list[tup
 
 @pytest.mark.parametrize("name", ["adam", "sgd"])
 def test_optimizer_states_fresh_and_warm_come_back_and_an_empty_target_is_told_to_warm_up(
-    name: str, tmp_path: Path
+    name: str, shared_path: Path
 ) -> None:
-    kind, text = same_on_all([of_rank[0] for of_rank in run_gloo(check_raw_optimizer, 2, tmp_path, name)])
+    kind, text = same_on_all([of_rank[0] for of_rank in run_gloo(check_raw_optimizer, 2, shared_path, name)])
     assert kind == "MissingKeysError"
     assert all(word in text for word in ("'optim.state'", "warm"))
 
@@ -378,11 +380,11 @@ def load_stages(rank: TorchRank, directory: Path, flat: bool) -> None:
     assert_same(optimizer.state_dict(), expected.state_dict())
 
 
-def test_parameter_groups_that_differ_between_pipeline_stages_come_back(tmp_path: Path) -> None:
-    run_gloo(save_stages, 2, tmp_path)
-    run_gloo(load_stages, 2, tmp_path, False)
-    run_gloo(load_stages, 2, tmp_path, True)
-    run_gloo(load_stages, 1, tmp_path, True)
+def test_parameter_groups_that_differ_between_pipeline_stages_come_back(shared_path: Path) -> None:
+    run_gloo(save_stages, 2, shared_path)
+    run_gloo(load_stages, 2, shared_path, False)
+    run_gloo(load_stages, 2, shared_path, True)
+    run_gloo(load_stages, 1, shared_path, True)
 
 
 # -- loading in place ----------------------------------------------------------------------------------------------
@@ -415,8 +417,8 @@ def train_on(rank: TorchRank, directory: Path) -> None:
         assert_same(whole(state), expected)
 
 
-def test_tensors_stay_the_same_objects_and_the_second_checkpoint_has_the_new_values(tmp_path: Path) -> None:
-    run_gloo(train_on, 2, tmp_path)
+def test_tensors_stay_the_same_objects_and_the_second_checkpoint_has_the_new_values(shared_path: Path) -> None:
+    run_gloo(train_on, 2, shared_path)
 
 
 class WithExtraState(nn.Linear):
@@ -433,17 +435,17 @@ class WithExtraState(nn.Linear):
         self.extra = state
 
 
-def test_extra_state_of_modules_comes_back(tmp_path: Path) -> None:
+def test_extra_state_of_modules_comes_back(shared_path: Path) -> None:
     saved, target = WithExtraState(1), WithExtraState(2)
-    dcp_torch.save({"m": saved}, checkpoint_id=tmp_path)
-    dcp_torch.load({"m": target}, checkpoint_id=tmp_path)
+    dcp_torch.save({"m": saved}, checkpoint_id=shared_path)
+    dcp_torch.load({"m": target}, checkpoint_id=shared_path)
     assert_same(target.state_dict(), saved.state_dict())
 
 
-def test_saves_and_loads_inside_grad_modes_take_parameters_that_require_grad(tmp_path: Path) -> None:
+def test_saves_and_loads_inside_grad_modes_take_parameters_that_require_grad(shared_path: Path) -> None:
     saved = nn.Linear(3, 2)
     for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad):
-        target, place = nn.Linear(3, 2), tmp_path / mode.__name__
+        target, place = nn.Linear(3, 2), shared_path / mode.__name__
         with mode():
             dcp_torch.save({"w": saved.weight, "b": saved.bias}, checkpoint_id=place)
             dcp_torch.load({"w": target.weight, "b": target.bias}, checkpoint_id=place)
@@ -489,8 +491,8 @@ def check_targets(rank: TorchRank, directory: Path) -> dict[str, tuple[str, str]
     return found
 
 
-def test_targets_that_do_not_fit_on_one_rank_are_one_error_on_all_and_nothing_is_touched(tmp_path: Path) -> None:
-    found = run_gloo(check_targets, 2, tmp_path)
+def test_targets_that_do_not_fit_on_one_rank_are_one_error_on_all_and_nothing_is_touched(shared_path: Path) -> None:
+    found = run_gloo(check_targets, 2, shared_path)
     for name, (_, kind, words) in run_gloo(targets, 2)[1].items():
         raised_kind, text = same_on_all([of_rank[name] for of_rank in found])
         assert raised_kind == kind, text
@@ -526,8 +528,8 @@ def check_casts(rank: TorchRank, directory: Path) -> list[str]:
     return reported
 
 
-def test_floats_convert_and_lost_precision_is_reported_once(tmp_path: Path) -> None:
-    of_ranks = run_gloo(check_casts, 2, tmp_path)
+def test_floats_convert_and_lost_precision_is_reported_once(shared_path: Path) -> None:
+    of_ranks = run_gloo(check_casts, 2, shared_path)
     assert len(of_ranks[0]) == 1
     for reported in (lines for lines in of_ranks if lines):
         assert all(word in reported[0] for word in ("a: float32 to bfloat16", "b: float32 to bfloat16"))
@@ -556,8 +558,8 @@ def check_refused_casts(rank: TorchRank, directory: Path) -> list[tuple[str, str
     return found
 
 
-def test_conversions_that_change_more_than_precision_are_refused_unless_asked_for(tmp_path: Path) -> None:
-    found = list(zip(*run_gloo(check_refused_casts, 2, tmp_path), strict=True))
+def test_conversions_that_change_more_than_precision_are_refused_unless_asked_for(shared_path: Path) -> None:
+    found = list(zip(*run_gloo(check_refused_casts, 2, shared_path), strict=True))
     types = (("float32", "int32"), ("int64", "int32"), ("int64", "float32"), ("complex64", "float32"),
              ("float32", "float64"))  # fmt: skip
     for of_ranks, words in zip(found, types, strict=True):

@@ -89,9 +89,9 @@ def data_nbytes(file: Path) -> int:
 
 
 @pytest.mark.parametrize("shapes", [_BALANCED, _EMBEDDING_HEAVY], ids=["transformer", "embedding-heavy"])
-def test_data_and_tensor_parallel_ranks_write_every_byte_once_and_evenly(shapes: Shapes, tmp_path: Path) -> None:
-    run_gloo(save_sharded, 8, tmp_path, shapes)
-    files = data_files(tmp_path)
+def test_data_and_tensor_parallel_ranks_write_every_byte_once_and_evenly(shapes: Shapes, shared_path: Path) -> None:
+    run_gloo(save_sharded, 8, shared_path, shapes)
+    files = data_files(shared_path)
     assert len(files) == 8
     sizes = [file.stat().st_size for file in files]
     assert max(sizes) <= 1.05 * sum(sizes) / len(sizes)
@@ -100,19 +100,19 @@ def test_data_and_tensor_parallel_ranks_write_every_byte_once_and_evenly(shapes:
     headers = sum(header_of(file)[0] for file in files)
     checksums = 8 * (total_nbytes(shapes) / 2**20 + 2 * chunks) * 4 / 3  # of blocks, and of chunks, in base64
     assert headers <= 150 * chunks + checksums + 8 * 300
-    others = {file.name for file in tmp_path.iterdir()} - {file.name for file in files}
+    others = {file.name for file in shared_path.iterdir()} - {file.name for file in files}
     assert others == {".metadata"}
-    assert (tmp_path / ".metadata").stat().st_size <= 400 * len(shapes)
-    run_gloo(load_sharded, 2, tmp_path, shapes)
+    assert (shared_path / ".metadata").stat().st_size <= 400 * len(shapes)
+    run_gloo(load_sharded, 2, shared_path, shapes)
 
 
-def test_files_open_in_safetensors_and_hold_the_values_of_their_chunks(tmp_path: Path) -> None:
-    run_gloo(save_sharded, 4, tmp_path, _BALANCED)
+def test_files_open_in_safetensors_and_hold_the_values_of_their_chunks(shared_path: Path) -> None:
+    run_gloo(save_sharded, 4, shared_path, _BALANCED)
     wholes = {name: values(shape, dtype, at) for at, (name, (shape, _, dtype)) in enumerate(_BALANCED.items())}
     held = {name: torch.zeros(whole.shape, dtype=torch.int32) for name, whole in wholes.items()}
-    source = dcp_torch.FileSystemReader(tmp_path).load_metadata().source
+    source = dcp_torch.FileSystemReader(shared_path).load_metadata().source
     rank_of = source.files.rank
-    for file in data_files(tmp_path):
+    for file in data_files(shared_path):
         with safe_open(file, framework="pt") as opened:
             for key in opened.keys():  # noqa: SIM118 - it is no mapping
                 name, _, at = key.partition("@")
@@ -167,10 +167,10 @@ def replicated_nbytes() -> int:
     ids=["balanced", "lowest rank", "redundant"],
 )
 def test_replicated_tensors_are_written_once_unless_asked_otherwise(
-    planner: Callable[[], Any], shares: list[int] | None, tmp_path: Path
+    planner: Callable[[], Any], shares: list[int] | None, shared_path: Path
 ) -> None:
-    run_gloo(save_replicated, 4, tmp_path, planner)
-    written = {file.name: data_nbytes(file) for file in data_files(tmp_path)}
+    run_gloo(save_replicated, 4, shared_path, planner)
+    written = {file.name: data_nbytes(file) for file in data_files(shared_path)}
     of_rank = [written.get(f"_rank{rank}_.safetensors", 0) for rank in range(4)]
     if shares is None:
         assert sum(of_rank) == replicated_nbytes()
@@ -180,7 +180,7 @@ def test_replicated_tensors_are_written_once_unless_asked_otherwise(
     state = replicated()
     state["step"] = 0
     poison(state)
-    dcp_torch.load(state, checkpoint_id=tmp_path)
+    dcp_torch.load(state, checkpoint_id=shared_path)
     assert_same(state, replicated())
 
 
@@ -213,23 +213,23 @@ def save_tied(rank: TorchRank, directory: Path) -> None:
         dcp_torch.save({"m": module.state_dict()}, checkpoint_id=directory / name)
 
 
-def test_tied_parameters_are_stored_once_and_load_by_either_name(tmp_path: Path) -> None:
-    run_gloo(save_tied, 2, tmp_path)
+def test_tied_parameters_are_stored_once_and_load_by_either_name(shared_path: Path) -> None:
+    run_gloo(save_tied, 2, shared_path)
     weight = 11 * 6 * 4
-    stored = [sum(data_nbytes(file) for file in data_files(tmp_path / name)) for name in "1234"]
+    stored = [sum(data_nbytes(file) for file in data_files(shared_path / name)) for name in "1234"]
     assert stored == [weight, 2 * weight, weight, 2 * weight]
     for name, seeds in {"1": (1, 1), "2": (2, 3), "3": (1, 1), "4": (2, 3)}.items():
         apart = {"embed.weight": torch.zeros(11, 6), "head.weight": torch.zeros(11, 6)}
-        dcp_torch.load({"m": apart}, checkpoint_id=tmp_path / name)
+        dcp_torch.load({"m": apart}, checkpoint_id=shared_path / name)
         assert_same(apart, {key: values((11, 6), seed=s) for key, s in zip(apart, seeds, strict=True)})
         for key, seed in zip(apart, seeds, strict=True):
             alone = {"m": {key: torch.zeros(11, 6)}}
-            dcp_torch.load(alone, checkpoint_id=tmp_path / name)
+            dcp_torch.load(alone, checkpoint_id=shared_path / name)
             assert_same(alone, {"m": {key: values((11, 6), seed=seed)}})
-    keys = [key for file in data_files(tmp_path / "1") for key in header_of(file)[1] if key != "__metadata__"]
+    keys = [key for file in data_files(shared_path / "1") for key in header_of(file)[1] if key != "__metadata__"]
     assert keys == ["m.embed.weight"]
     module = Tied()
-    dcp_torch.load({"m": module.state_dict()}, checkpoint_id=tmp_path / "3")
+    dcp_torch.load({"m": module.state_dict()}, checkpoint_id=shared_path / "3")
     assert module.head.weight is module.embed.weight
     assert bits_of(module.head.weight) == bits_of(values((11, 6), seed=1))
 
@@ -248,9 +248,9 @@ def save_tied_shards(rank: TorchRank, directory: Path) -> None:
     assert_same(state, tied_shards(rank, is_tied=False))
 
 
-def test_tied_shards_are_stored_once(tmp_path: Path) -> None:
-    run_gloo(save_tied_shards, 3, tmp_path)
-    assert sum(data_nbytes(file) for file in data_files(tmp_path)) == 9 * 4 * 4
+def test_tied_shards_are_stored_once(shared_path: Path) -> None:
+    run_gloo(save_tied_shards, 3, shared_path)
+    assert sum(data_nbytes(file) for file in data_files(shared_path)) == 9 * 4 * 4
 
 
 # -- sizes beyond 2 GiB --------------------------------------------------------------------------------------------
@@ -266,20 +266,20 @@ def _has_room(directory: Path) -> bool:
 
 
 @pytest.mark.slow
-def test_a_tensor_of_more_than_two_gibibytes_is_written_and_read_whole_and_in_part(tmp_path: Path) -> None:
-    if not _has_room(tmp_path):
+def test_a_tensor_of_more_than_two_gibibytes_is_written_and_read_whole_and_in_part(shared_path: Path) -> None:
+    if not _has_room(shared_path):
         pytest.skip("needs 10 GiB of memory and 5 GiB of disk")
     large = torch.zeros(_LARGE_ROWS, _LARGE_COLUMNS, dtype=torch.uint8)
     large[:, 7] = torch.arange(_LARGE_ROWS).remainder(251).to(torch.uint8)
     large[-1] = values((_LARGE_COLUMNS,), torch.uint8)
-    dcp_torch.save({"large": large, "small": values((3,))}, checkpoint_id=tmp_path, durable=False)
+    dcp_torch.save({"large": large, "small": values((3,))}, checkpoint_id=shared_path, durable=False)
     state = {"large": torch.full_like(large, 9), "small": torch.zeros(3)}
-    dcp_torch.load(state, checkpoint_id=tmp_path)
+    dcp_torch.load(state, checkpoint_id=shared_path)
     assert torch.equal(state["large"], large)
     assert bits_of(state["small"]) == bits_of(values((3,)))
     part = dcp_torch.annotate_shard(
         torch.zeros(_LARGE_ROWS, 2, dtype=torch.uint8), offsets=(0, 6), global_shape=large.shape
     )
-    dcp_torch.load({"large": part}, checkpoint_id=tmp_path)
+    dcp_torch.load({"large": part}, checkpoint_id=shared_path)
     assert torch.equal(part, large[:, 6:8])
-    shutil.rmtree(tmp_path)
+    shutil.rmtree(shared_path)
