@@ -216,6 +216,15 @@ def _with_cuts(boxes: UniqueBoxes, whole: RegionColumns, cuts: Sequence[Cut], ax
         regions.offsets[part, along] += bounds[:-1]
         regions.sizes[part, along] = np.diff(bounds)
         regions.cut[part] = True
+    return _in_order_again(regions, boxes.entry[unique], np.unique(boxes.entry[[cut.box for cut in cuts]]))
+
+
+def _in_order_again(regions: RegionColumns, entry: Int64, changed: Int64) -> RegionColumns:
+    """Sort the regions of some entries by offsets: pieces of a box may lie behind the start of the next box."""
+    rows = np.flatnonzero(np.isin(entry, changed))
+    order = rows[np.lexsort((*regions.offsets[rows].T[::-1], entry[rows]))]
+    for column in (regions.held, regions.offsets, regions.sizes, regions.cut):
+        column[rows] = column[order]
     return regions
 
 

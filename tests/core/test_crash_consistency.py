@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -161,7 +162,7 @@ def _check_end(death: Death, ended: Sequence[Outcome | RankProcessError]) -> Non
     assert isinstance(dead, RankProcessError), (death, dead)
     assert "was killed by SIGKILL" in str(dead), (death, dead)
     assert isinstance(survivor, Outcome), (death, survivor)
-    if death.rank == 0 and death.pattern != ".intent-*" or death.committed:
+    if (death.rank == 0 and death.pattern != ".intent-*") or death.committed:
         assert survivor.kind == "InDoubtError", (death, survivor)
         assert "may be committed, id " in survivor.message
     else:
@@ -196,3 +197,37 @@ def test_killed_in_a_first_save_there_is_no_checkpoint_and_a_retry_makes_one(
             assert "no checkpoint has been completed there" in ranks[0].refusal.message
         assert {found.retried_tag for found in ranks} == {RETRY}, (death, ranks)
         assert names_in(root / death.place) == checkpoint_names(root / death.place), death
+
+
+# --- alive, but slow ---------------------------------------------------------------------------------
+
+_STALL_SECONDS = 4.0
+
+
+def _save_while_the_coordinator_stalls(context: RankContext, root: Path) -> tuple[Outcome, int, list[str]]:
+    """The coordinator pauses right before its commit; the other rank gives up (job 0) or is interrupted (job 1)."""
+    seat = Seat.of(context, WORLD)
+    directory = root / str(seat.job)
+    seat.save(state_of(seat.rank, seat.world, OLD), checkpoint_id=directory)
+    seat.share()
+    operations = FaultyOperations(
+        operations=["rename"], name_pattern=".metadata", before=lambda record: time.sleep(_STALL_SECONDS)
+    )
+    writer = FileSystemWriter(storage=LocalStorage(directory, operations if seat.rank == 0 else None))
+    if (seat.job, seat.rank) == (1, 1):
+        signal.signal(signal.SIGALRM, signal.default_int_handler)
+        signal.setitimer(signal.ITIMER_REAL, _STALL_SECONDS / 2)
+    patience = {"timeout_seconds": _STALL_SECONDS / 2} if seat.job == 0 else {}
+    outcome = outcome_of(seat.save, state_of(seat.rank, seat.world, NEW), storage_writer=writer, **patience)
+    seat.share()
+    return outcome, loaded_tag(seat, directory), names_in(directory)
+
+
+def test_what_a_slow_coordinator_commits_is_whole_although_the_others_have_given_up(root: Path) -> None:
+    found = run_ranks(_save_while_the_coordinator_stalls, 2 * WORLD, root)
+    outcomes = [outcome for outcome, _, _ in found]
+    assert [outcome.kind for outcome in outcomes] == ["", "InDoubtError", "", "KeyboardInterrupt"], outcomes
+    assert "may be committed, id " in outcomes[1].message
+    assert {tag for _, tag, _ in found} == {NEW}
+    for job, names in enumerate(names for _, _, names in found[::WORLD]):
+        assert names == checkpoint_names(root / str(job))

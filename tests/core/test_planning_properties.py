@@ -27,10 +27,18 @@ from dcp_core.errors import (
     PlanningError,
     ShapeMismatchError,
 )
-from dcp_core.metadata import EVERY_RANK, ChunkColumns, StoredTensor, box_of
+from dcp_core.formats.metadata_file import MetadataColumns, encode_body
+from dcp_core.metadata import EVERY_RANK, ChunkColumns, Nesting, StoredTensor, box_of
 from dcp_core.planning import balance
 from dcp_core.planning.balance import TINY_NBYTES
-from dcp_core.planning.global_plan import GlobalPlan, PlanOptions, plan_globally
+from dcp_core.planning.global_plan import (
+    GlobalPlan,
+    PlanOptions,
+    describe_objects,
+    describe_tensors,
+    number_files,
+    plan_globally,
+)
 from dcp_core.planning.global_table import merge_tables
 from dcp_core.planning.items import ItemType, ReadItem
 from dcp_core.planning.load_plan import LoadPlan, Wanted
@@ -41,6 +49,7 @@ from dcp_core.planning.regions import intersect_chunks
 from dcp_core.planning.standard_save import ReceivedPlans, settle_plans
 from dcp_core.planning.write_list import decode_answer, encode_answers
 from dcp_core.state_path import PerRank, encode_path, key_path, plain_name
+from dcp_core.testing.numpy_ranks import even_boxes
 from tests.core.layouts import at, deal, random_cut, random_shape
 from tests.core.simulated_saves import (
     Held,
@@ -426,24 +435,27 @@ def _transformer(layers: int, width: int, vocabulary: int) -> list[tuple[str, tu
     return found
 
 
+@pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.parametrize(
     ("layers", "width", "vocabulary"),
     [pytest.param(8, 512, 8_000, id="even"), pytest.param(2, 256, 200_000, id="embedding-heavy")],
 )
-def test_dp4_tp2_states_are_shared_out_to_five_percent(layers: int, width: int, vocabulary: int) -> None:
-    """Rank = 2 * dp + tp; matrices are cut in two by rows, norms are replicated on all ranks."""
+def test_dp4_tp2_states_are_shared_out_to_five_percent(layers: int, width: int, vocabulary: int, dim: int) -> None:
+    """Rank = 2 * dp + tp; matrices are cut in two by rows or by columns, norms are replicated on all ranks."""
     holdings: list[Holding] = []
     for name, shape in _transformer(layers, width, vocabulary):
         if shape[1] == 1:
             holdings.append((name, shape, Box.whole(shape), tuple(range(8))))
             continue
-        half = shape[0] // 2
         for tp in range(2):
             holders = tuple(2 * dp + tp for dp in range(4))
-            holdings.append((name, shape, Box((tp * half, 0), (half, shape[1])), holders))
-    load = booked(plan_boxes(holdings, 8), 8)
+            holdings.append((name, shape, even_boxes(shape, 2, tp, dim)[0], holders))
+    plan = plan_boxes(holdings, 8)
+    load = booked(plan, 8)
     assert load.sum() == sum(4 * a * b for _, (a, b) in _transformer(layers, width, vocabulary))
     assert load.max() <= 1.05 * load.mean()
+    files = number_files(plan)
+    encode_body(MetadataColumns(*describe_tensors(plan, files), describe_objects(plan, files), Nesting()))
 
 
 def test_a_tiny_replicated_value_goes_to_its_lowest_holder() -> None:

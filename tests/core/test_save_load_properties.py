@@ -20,6 +20,7 @@ from dcp_core.execution.filesystem import FileSystemReader
 from dcp_core.file_names import METADATA_NAME, data_file_name
 from dcp_core.metadata import Metadata, StoredTensor, box_of
 from dcp_core.planning.standard_save import StandardSavePlanner
+from dcp_core.testing.numpy_ranks import ShardedArray, even_boxes
 from dcp_core.testing.ranks import RankContext, run_ranks
 from tests.core.layouts import at
 from tests.core.random_states import Tensor, leaves, random_tree, saved_state, tensor_bytes, wanted_state
@@ -201,3 +202,27 @@ def test_without_collectives_each_rank_gets_back_what_it_saved(seed: int, tmp_pa
     assert sum(run_ranks(save_alone, 3, str(tmp_path), seed)) > 0
     assert {path.name for path in tmp_path.glob("*.metadata")} == {"0.metadata", "1.metadata", "2.metadata"}
     assert not (tmp_path / METADATA_NAME).exists()
+
+
+LARGE = (900, 700)
+
+
+def save_large_replicas(context: RankContext, directory: str) -> int:
+    """DP2 x TP2: every half of each tensor is held twice; returns the bytes that this rank wrote."""
+    array = np.arange(LARGE[0] * LARGE[1], dtype=np.float32).reshape(LARGE)
+    halves = [even_boxes(LARGE, 2, context.rank % 2, dim) for dim in (0, 1)]
+    state = {f"cut{dim}": ShardedArray.cut(array + dim, halves[dim]) for dim in (0, 1)} | {"whole": array - 1}
+    save(state, directory)
+    with together(context):
+        target = {key: ShardedArray.cut(array * 0 - 5, even_boxes(LARGE, 4, context.rank, 0)) for key in state}
+        load(target, directory)
+        for key, change in {"cut0": 0, "cut1": 1, "whole": -1}.items():
+            (box,) = target[key].boxes
+            np.testing.assert_array_equal(target[key].arrays[0], array[at(box)] + change)
+    return sum(path.stat().st_size for path in Path(directory).glob(f"_rank{context.rank}_*.safetensors"))
+
+
+def test_large_replicas_are_cut_between_their_holders_and_come_back(tmp_path: Path) -> None:
+    written = run_ranks(save_large_replicas, 4, str(tmp_path))
+    assert sum(written) < 1.01 * 3 * 4 * LARGE[0] * LARGE[1]
+    assert max(written) <= 1.05 * sum(written) / 4

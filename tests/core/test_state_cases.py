@@ -309,7 +309,6 @@ def load_into_bad_memory(context: RankContext, directory: str) -> dict[str, Rais
     return found
 
 
-@pytest.mark.filterwarnings("ignore:Numpy has detected:DeprecationWarning")
 def test_targets_that_are_read_only_or_repeat_their_elements_are_refused(tmp_path: Path) -> None:
     results = run_ranks(load_into_bad_memory, 3, str(tmp_path))
     for name in ("read-only", "expanded", "windows"):
