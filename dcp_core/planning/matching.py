@@ -95,6 +95,12 @@ def _match_leaf(
                 f"{leaf.name!r} holds one value per rank, saved by {metadata.world_size} ranks and loaded by "
                 f"{world_size}; load it with {metadata.world_size} ranks or leave the key out"
             )
+        if stored.per_rank and stored.rank != rank:
+            ranks = ", ".join(str(entry.rank) for entry in objects[:8])
+            raise PlanningError(
+                f"{leaf.name!r} holds one value per rank, and rank {rank} saved none (ranks {ranks} did); leave the key "
+                "out on this rank"
+            )
         found.objects.append(WantedObject(leaf.name, position, leaf.path, stored))
         return
     if not tensors:

@@ -16,7 +16,7 @@ from dcp_core.errors import ArgumentsDifferError, CoordinationError
 _HEAD = struct.Struct("<BBB")
 _OFFER = struct.Struct("<16sQ")
 _ARGUMENT_BYTES = 6
-_TEXT_SHOWN = 60
+_TEXT_SHOWN = 160
 
 
 @dataclass(frozen=True, slots=True)

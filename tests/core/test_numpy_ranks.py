@@ -145,7 +145,10 @@ def test_ranks_see_this_environment_and_directory(monkeypatch: pytest.MonkeyPatc
 
 
 def test_ranks_start_without_a_framework() -> None:
-    assert [result[2] for result in run_ranks(see_environment, 2)] == [False, False]
+    program = "from dcp_core.testing.ranks import run_ranks; from tests.core.test_numpy_ranks import see_environment; "
+    program += "print([result[2] for result in run_ranks(see_environment, 2)])"
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert run.stdout.strip() == "[False, False]"
 
 
 def test_nothing_stays_in_the_given_directory(tmp_path: Path) -> None:

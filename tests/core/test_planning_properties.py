@@ -691,6 +691,16 @@ def test_a_box_outside_its_tensor_is_named_with_its_key_and_rank(seed: int, rank
     assert re.search(rf"on rank [\d, ]*\b{rank}\b", str(error))
 
 
+def test_a_box_just_behind_a_tensor_is_not_taken_for_one_of_the_next_tensor() -> None:
+    world = World([{}, {}])
+    for keys, rank, box in ((("a",), 0, Box((0,), (6,))), (("a",), 1, Box((6,), (2,))), (("b",), 0, Box((0,), (6,)))):
+        world.ranks[rank][keys] = Held((6,), BY_NAME["int64"], (box,), (world.fresh(box.sizes),), world.memory())
+    error = raised(world)
+    assert type(error) is OverlapError
+    assert "'a'" in str(error)
+    assert "offsets (6,) sizes (2,) on rank 1" in str(error)
+
+
 @given(SEEDS, st.integers(2, 12), st.sampled_from(["shape", "ndim", "dtype", "kind"]))
 def test_ranks_that_disagree_are_named_with_what_each_has(seed: int, ranks: int, what: str) -> None:
     rng = Random(seed)
