@@ -98,8 +98,8 @@ def _match_leaf(
         if stored.per_rank and stored.rank != rank:
             ranks = ", ".join(str(entry.rank) for entry in objects[:8])
             raise PlanningError(
-                f"{leaf.name!r} holds one value per rank, and rank {rank} saved none (ranks {ranks} did); leave the key "
-                "out on this rank"
+                f"{leaf.name!r} holds one value per rank, and rank {rank} saved none (ranks {ranks} did); leave the "
+                "key out on this rank"
             )
         found.objects.append(WantedObject(leaf.name, position, leaf.path, stored))
         return

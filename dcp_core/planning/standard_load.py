@@ -75,7 +75,7 @@ class StandardLoadPlanner(LoadPlanner):
             raise PlanningError("the planner was given no metadata; configure it with a context that has it")
         found = match_state(self.state, metadata, context.rank, context.world_size, self.rules)
         warn_once("converted with loss of precision", found.lossy)
-        borrowed = "values that differ between ranks, taken from the lowest: this rank saved none in a world of this size"
+        borrowed = "values that differ between ranks, taken from the lowest, as this rank saved none in such a world"
         warn_once(borrowed, found.borrowed)
         files = metadata.source.files
         own_files = (files.rank == context.rank) & (files.kind == TENSOR_FILE)

@@ -161,7 +161,7 @@ def spell_names(paths: Sequence[bytes]) -> list[str]:
     """The names that this writer gives the paths of one state."""
     decoded = [decode_path(path) for path in paths]
     plain = [".".join(plain_key(value) for _, value in path) for path in decoded]
-    best = {}
+    best: dict[str, tuple[int, bytes]] = {}
     for name, path, components in zip(plain, paths, decoded, strict=True):
         best[name] = min(best.get(name, (len(components), path)), (len(components), path))
     names = []
