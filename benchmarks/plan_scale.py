@@ -125,9 +125,10 @@ def measure_ours(ranks: int, cut: str, replicas: int) -> Case:
     count = int((files.tensor_file >= 0).sum())
     file_rank = np.flatnonzero(files.tensor_file >= 0).astype(np.int32)
     start = np.full(count, 65536, dtype=np.int64)
+    digests = np.random.default_rng(0).integers(1, 1 << 63, (count, 2), dtype=np.uint64)
     columns = FileColumns(
         file_rank, np.zeros(count, np.int32), np.zeros(count, np.uint8), start + written[file_rank].astype(np.int64),
-        start, np.full(count, 128, np.int64), np.full(count, 4096, np.int64), np.ones((count, 2), np.uint64),
+        start, np.full(count, 128, np.int64), np.full(count, 4096, np.int64), digests,
     )  # fmt: skip
     blob = assemble(body, columns, SaveRecord("0" * 32, ""), WriterRecord("bench", "none", "0", ranks))
     case.sizes["metadata_mb"] = len(blob) / 1e6

@@ -6,6 +6,7 @@ For frameworks that cut tensors by hand. The note is kept with the tensor and wi
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -72,7 +73,10 @@ class ChunkInfo:
 
 
 def _counts(name: str, values: Sequence[int]) -> tuple[int, ...]:
-    found = tuple(int(value) for value in values)
+    try:
+        found = tuple(operator.index(value) for value in values)
+    except TypeError as error:
+        raise ArgumentError(f"{name} must be a sequence of whole numbers, one a dimension; got {values!r}") from error
     if any(value < 0 for value in found):
         raise ArgumentError(f"{name} must not be negative, found {found}")
     return found
@@ -98,10 +102,15 @@ def annotate_shard(
         The same tensor.
 
     Raises:
-        ArgumentError: The part does not lie in the global tensor.
+        ArgumentError: Not a tensor, offsets or a shape that are no sequences of whole numbers, or a part that does
+            not lie in the global tensor.
     """
-    ranks = None if replica_ranks is None else tuple(replica_ranks)
-    chunk = ChunkInfo(tuple(offsets), tuple(tensor.shape), tuple(global_shape), ranks)
+    if not isinstance(tensor, torch.Tensor):
+        raise ArgumentError(
+            f"annotate_shard notes something on a torch.Tensor; got {tensor!r}, a {type(tensor).__name__}"
+        )
+    ranks = None if replica_ranks is None else _counts("replica_ranks", replica_ranks)
+    chunk = ChunkInfo(_counts("offsets", offsets), tuple(tensor.shape), _counts("global_shape", global_shape), ranks)
     setattr(tensor, _ATTRIBUTE, chunk)
     key = _key(tensor)
     if key is not None:

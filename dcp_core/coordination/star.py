@@ -25,6 +25,8 @@ from dcp_core.coordination.verdict import (
     is_bad,
     judge,
     safe_cause,
+    told_late,
+    was_missed,
 )
 from dcp_core.errors import (
     CoordinationError,
@@ -281,7 +283,10 @@ class ParticipantSide(Side):
         frame, nbytes = decode_frame(message), len(message)
         if frame.kind is FrameKind.ERROR:
             self.forget([f"{call.prefix}.{self.rank}"])
-            return Verdict(failure=decode_failure(frame.body), nbytes=nbytes)
+            failure = decode_failure(frame.body)
+            if was_missed(failure, self.rank):
+                failure = told_late(failure, self.rank, call.stage)
+            return Verdict(failure=failure, nbytes=nbytes)
         if frame.kind is FrameKind.OWN:
             name = f"{call.prefix}.{self.rank}.answer"
             message = self.board.wait(name, self._patience(call))

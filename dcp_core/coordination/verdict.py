@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 
 from dcp_core.coordination.frames import Frame, FrameKind
@@ -19,6 +20,7 @@ from dcp_core.errors import (
 )
 
 _CAUSES_SENT = 16
+_MISSING = re.compile(r"ranks? ([0-9, -]+) did not come to exchange ")
 
 
 def name_ranks(ranks: Iterable[int]) -> str:
@@ -107,6 +109,33 @@ def decode_failure(body: bytes) -> DcpError:
         return decode_error(body)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         return CoordinationError(f"an error of {len(body)} bytes can't be read: {error}")
+
+
+def was_missed(failure: DcpError, rank: int) -> bool:
+    """Whether a failure says that this rank, among others perhaps, did not come."""
+    match = _MISSING.match(failure.message) if isinstance(failure, CoordinationTimeoutError) else None
+    runs = match[1].split(", ") if match else ()
+    for run in runs:
+        first, _, last = run.partition("-")
+        if int(first) <= rank <= int(last or first):
+            return True
+    return False
+
+
+def told_late(failure: DcpError, rank: int, stage: str) -> DcpError:
+    """Make what a rank raises that comes to an exchange only after it was given up because of that rank.
+
+    Args:
+        failure: What the others raised.
+        rank: The rank that is late.
+        stage: Where it is now.
+    """
+    return CoordinationTimeoutError(
+        f"{failure.message}\nrank {rank} comes to exchange {stage} only now, after the deadline; or it left out an "
+        "earlier save or load, so that the ranks are at different calls. If calls were left out, all later ones will "
+        "fail as well: make every rank call, and restart the job",
+        failure.causes,
+    )
 
 
 def _cause_in(rank: int, frame: Frame) -> RankCause:

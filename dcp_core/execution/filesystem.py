@@ -9,15 +9,15 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 from urllib.parse import unquote
 
 import numpy as np
 
-from dcp_core.errors import ArgumentError, CorruptError, DcpError, NotFoundError, StorageError
+from dcp_core.errors import ArgumentError, DcpError, NotFoundError, StorageError
 from dcp_core.execution.data_files import TensorFiles
 from dcp_core.execution.interfaces import (
     CheckpointId,
@@ -34,12 +34,13 @@ from dcp_core.execution.interfaces import (
     WriteSource,
 )
 from dcp_core.execution.object_files import ObjectFiles
+from dcp_core.execution.present_metadata import metadata_name, open_present, refuse_unknown, replacement_explained
 from dcp_core.execution.read_engine import read_tensors
 from dcp_core.execution.write_engine import write_objects, write_tensors
-from dcp_core.file_names import METADATA_NAME, data_file_name, rank_metadata_name
-from dcp_core.formats.metadata_file import assemble, file_names, open_bytes, open_metadata
-from dcp_core.metadata import FileColumns, Metadata, StoredObject
-from dcp_core.storage.base import ReadHandle, Storage
+from dcp_core.file_names import data_file_name
+from dcp_core.formats.metadata_file import assemble, file_names, open_bytes
+from dcp_core.metadata import FileColumns, Metadata, MetadataSource, StoredObject
+from dcp_core.storage.base import Storage
 from dcp_core.storage.commit import Opening, abort, begin, commit, heartbeat
 from dcp_core.storage.local import LocalStorage
 
@@ -55,12 +56,17 @@ def local_path(checkpoint_id: CheckpointId) -> str:
         checkpoint_id: A path, or a `file://` URL, which is percent-decoded.
 
     Raises:
-        ArgumentError: A URL of another scheme or host, an empty or impossible path.
+        ArgumentError: No path at all, a URL of another scheme or host, an empty or impossible path.
 
     >>> local_path("file:///tmp/step%201")
     '/tmp/step 1'
     """
-    path = os.fspath(checkpoint_id)
+    try:
+        path = os.fspath(checkpoint_id)
+    except TypeError as error:
+        raise ArgumentError(
+            f"a checkpoint is named by a path or a file:// URL, got {checkpoint_id!r}, a {type(checkpoint_id).__name__}"
+        ) from error
     if not isinstance(path, str) or not path or "\0" in path:
         raise ArgumentError(f"checkpoint_id {path!r} is no path of a directory")
     match = _SCHEME.match(path) if isinstance(checkpoint_id, str) else None
@@ -147,8 +153,14 @@ class FileSystemWriter(StorageWriter):
         self._context, self._opening, self._written = None, None, []
 
     def begin_checkpoint(self, save_id: str, rank: int | None) -> str:
-        """Create the directory and the save's intent record; gives the suffix of its files' names."""
+        """Create the directory and the save's intent record; gives the suffix of its files' names.
+
+        Raises:
+            NewerVersionError: The directory holds a checkpoint of a newer format version. Nothing is written then.
+            ArgumentError: It holds a checkpoint of another program, or, for a rank alone, of a whole job.
+        """
         storage = self._directory.storage
+        refuse_unknown(storage, metadata_name(rank))
         self._opening = begin(storage, save_id, rank=rank, files_of=file_names)
         self._beating.enter_context(heartbeat(storage, self._opening))
         return self._opening.suffix
@@ -185,7 +197,7 @@ class FileSystemWriter(StorageWriter):
             for result in results
             for file in result.files
         }
-        name = METADATA_NAME if metadata.save.rank is None else rank_metadata_name(metadata.save.rank)
+        name = metadata_name(metadata.save.rank)
         commit(
             self._directory.storage,
             self._opening,
@@ -252,15 +264,13 @@ class FileSystemReader(StorageReader):
     def load_metadata(self, rank: int | None = None, header_digest: bytes | None = None) -> Metadata:
         """Open `.metadata`, or `{rank}.metadata`; it stays open as long as the result is in use."""
         storage = self._directory.storage
-        name = METADATA_NAME if rank is None else rank_metadata_name(rank)
+        name = metadata_name(rank)
         if storage.size(name) is None:
             raise NotFoundError(
                 f"there is no {name} in {storage.describe()}: no checkpoint has been completed there; "
                 "check the path, or load another checkpoint"
             )
-        handle = storage.open_read(name)
-        read = _RangedRead(handle)
-        return Metadata(open_metadata(read, handle.nbytes, header_digest=header_digest, file_name=name))
+        return Metadata(open_present(storage, name, header_digest))
 
     def configure_reader(self, metadata: Metadata, context: ReadContext) -> None:
         """Learn which load comes next."""
@@ -270,16 +280,15 @@ class FileSystemReader(StorageReader):
 
     def check_files(self, plan: PlannedRead) -> None:
         """See that the files of a plan are there and have their sizes."""
-        source = self._configured().source
-        with TensorFiles(self._directory.storage, source.files, source.save, verify=False) as files:
+        with self._reading() as source, self._tensor_files(source, verify=False) as files:
             files.check_sizes(sorted({span.file for span in plan.spans()}))
 
     def read_object(self, stored: StoredObject) -> bytes:
         """Read one object's bytes; always checked."""
-        if self._objects is None:
-            source = self._configured().source
-            self._objects = ObjectFiles(self._directory.storage, source.files, source.save)
-        return self._objects.read(stored)
+        with self._reading() as source:
+            if self._objects is None:
+                self._objects = ObjectFiles(self._directory.storage, source.files, source.save)
+            return self._objects.read(stored)
 
     def execute_read(
         self,
@@ -289,26 +298,18 @@ class FileSystemReader(StorageReader):
         broadcast_batch_bytes: int = 0,
     ) -> None:
         """Read what the plan says to where the planner says. Every rank reads for itself here."""
-        source = self._configured().source
         verify = self._context.verify is not False
-        with TensorFiles(self._directory.storage, source.files, source.save, verify=verify) as files:
+        with self._reading() as source, self._tensor_files(source, verify=verify) as files:
             read_tensors(files, self._context, plan.spans(), planner)
 
-    def _configured(self) -> Metadata:
+    @contextmanager
+    def _reading(self) -> Iterator[MetadataSource]:
+        """Give the description in use; a failure that comes from a save over it says so."""
         if self._metadata is None:
             raise ArgumentError("configure_reader comes before reading")
-        return self._metadata
+        source = self._metadata.source
+        with replacement_explained(self._directory.storage, source.save):
+            yield source
 
-
-class _RangedRead:
-    """Reads ranges of one file that stays open, so that a save over the checkpoint does not mix two descriptions."""
-
-    def __init__(self, handle: ReadHandle) -> None:
-        self._handle = handle
-
-    def __call__(self, offset: int, nbytes: int) -> bytes:
-        if offset < 0 or nbytes < 0 or offset + nbytes > self._handle.nbytes:
-            raise CorruptError(f"{self._handle.name}: bytes {offset} to {offset + nbytes} lie outside of the file")
-        content = bytearray(nbytes)
-        self._handle.read_into(offset, memoryview(content))
-        return bytes(content)
+    def _tensor_files(self, source: MetadataSource, *, verify: bool) -> TensorFiles:
+        return TensorFiles(self._directory.storage, source.files, source.save, verify=verify)

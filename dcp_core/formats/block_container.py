@@ -32,6 +32,7 @@ _DIGEST_START = 8 + len(_PREFIX)
 _DIGEST_STOP = _DIGEST_START + 2 * DIGEST_NBYTES
 _ALIGNMENT = 8
 _HEX_DIGEST = re.compile(rb"[0-9a-f]{32}")
+_REMEDY = "restore the file, or load another checkpoint"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +65,25 @@ class BlockSource(Protocol):
     def block(self, name: str) -> bytes:
         """Read one block and check it."""
         ...
+
+
+def foreign_kind(first: bytes) -> str:
+    """Tell by a file's first bytes that another program wrote it.
+
+    Args:
+        first: The first bytes, at least 16 if there are as many.
+
+    Returns:
+        What it is, in words; "" for a file that may be ours, be it broken, and for what nobody can tell.
+
+    >>> foreign_kind(b"PK and more"), foreign_kind(b"")
+    ('a zip archive', '')
+    """
+    if first[8:_DIGEST_START] == _PREFIX or first[3:8] == bytes(5):  # the length of a header such as ours
+        return ""
+    if first[:1] == b"\x80":
+        return "a pickle"
+    return "a zip archive" if first[:2] == b"PK" else ""
 
 
 def build_container(strings: Mapping[str, str], blocks: Sequence[Block]) -> bytes:
@@ -142,7 +162,8 @@ class BlockContainer:
         found = xxhash.xxh3_128_digest(content)
         if found != digest:
             raise CorruptError(
-                f"block {name!r} of {self.file_name} is corrupt: expected digest {digest.hex()}, found {found.hex()}"
+                f"block {name!r} of {self.file_name} is corrupt: expected digest {digest.hex()}, found {found.hex()}; "
+                f"{_REMEDY}"
             )
 
     def _header(self) -> bytes:
@@ -151,12 +172,17 @@ class BlockContainer:
         if self._first[8:_DIGEST_START] != _PREFIX or length < len(_PREFIX):
             if self._first[:1] == b"\x80":
                 raise CorruptError(
-                    f"{self.file_name} is a pickle, which is never opened; "
-                    "if torch.distributed.checkpoint wrote it, read it with dcp_torch.TorchDCPReader"
+                    f"{self.file_name} is a pickle, which is never opened: it was written by "
+                    "torch.distributed.checkpoint, or is another pickle, which this version does not read; load it "
+                    "with torch.distributed.checkpoint.load, and save it anew with dcp"
                 )
-            raise CorruptError(f"{self.file_name} was not written by this library, or its first bytes are broken")
+            raise CorruptError(
+                f"{self.file_name} was not written by this library, or its first bytes are broken; {_REMEDY}"
+            )
         if length > min(self._nbytes - 8, MAX_HEADER_NBYTES):
-            raise CorruptError(f"{self.file_name} has {self._nbytes} bytes, but announces a header of {length} bytes")
+            raise CorruptError(
+                f"{self.file_name} has {self._nbytes} bytes, but announces a header of {length} bytes; {_REMEDY}"
+            )
         return self._exactly(0, 8 + length)
 
     @property
@@ -181,7 +207,7 @@ class BlockContainer:
             return self._first[offset : offset + nbytes]
         content = bytes(self._read(offset, nbytes))
         if len(content) != nbytes:
-            raise CorruptError(f"{self.file_name} ends early: {len(content)} of {nbytes} bytes at {offset}")
+            raise CorruptError(f"{self.file_name} ends early: {len(content)} of {nbytes} bytes at {offset}; {_REMEDY}")
         return content
 
 
@@ -189,9 +215,13 @@ def _checked_digest(header: bytes, file_name: str) -> bytes:
     """The header's digest of itself (computed over it with zeros in the digest's place)."""
     stored = header[_DIGEST_START:_DIGEST_STOP]
     blank = header[:_DIGEST_START] + b"0" * len(stored) + header[_DIGEST_STOP:]
-    found = xxhash.xxh3_128_hexdigest(blank).encode()
-    if not _HEX_DIGEST.fullmatch(stored) or stored != found:
-        raise CorruptError(f"the header of {file_name} is corrupt: expected digest {stored!r}, found {found!r}")
+    found = xxhash.xxh3_128_hexdigest(blank)
+    if not _HEX_DIGEST.fullmatch(stored):
+        raise CorruptError(f"the header of {file_name} is corrupt: its digest is no hex number; {_REMEDY}")
+    if stored.decode() != found:
+        raise CorruptError(
+            f"the header of {file_name} is corrupt: expected digest {stored.decode()}, found {found}; {_REMEDY}"
+        )
     return bytes.fromhex(stored.decode())
 
 
@@ -205,7 +235,7 @@ def _parse_header(header: bytes, nbytes: int, file_name: str) -> tuple[dict[str,
             raise ValueError("a string of __metadata__ is none")
         return strings, _spans(entries, digests, len(header), nbytes)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CorruptError(f"the header of {file_name} is malformed: {error}") from error
+        raise CorruptError(f"the header of {file_name} is malformed: {error}; {_REMEDY}") from error
 
 
 def _spans(entries: Mapping[str, Any], digests: bytes, data_start: int, nbytes: int) -> dict[str, _Span]:

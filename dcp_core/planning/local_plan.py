@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import xxhash
 
 from dcp_core.errors import AdapterError, DcpError, UnsupportedValueError
@@ -25,6 +26,8 @@ Describe = Callable[[Any], LocalTensor | None]
 
 _PLAIN_TYPES = frozenset({type(None), bool, int, float, complex, str, bytes, PerRank, dict, list, tuple, set})
 _DERIVED_KINDS = ("dict", "list", "tuple")
+_SAMPLES = 8
+_SAMPLE_NBYTES = 1024
 _LOW_WORD = (1 << 64) - 1
 
 
@@ -141,7 +144,7 @@ def _object_columns(value: Any, needs_pickle: Callable[[Any], bool]) -> tuple[in
 
 
 def _tensor_flags(tensor: LocalTensor) -> int:
-    compared = tensor.plain and tensor.device == "cpu" and tensor.nbytes < TINY_NBYTES
+    compared = tensor.plain and tensor.device == "cpu"
     return (COMPARED if compared else 0) | (RAGGED if tensor.ragged else 0)
 
 
@@ -149,15 +152,18 @@ def _digest_words(leaf: Leaf, value_digest: Callable[[Any], int]) -> tuple[int, 
     if leaf.tensor is None:
         digest = value_digest(leaf.value)
     else:
-        digest = xxhash.xxh3_128_intdigest(
-            b"".join(region_bytes(leaf.tensor, i) for i in range(len(leaf.tensor.boxes)))
-        )
+        digest = xxhash.xxh3_128_intdigest(b"".join(_sample(leaf.tensor.access.read_out(v)) for v in leaf.tensor.views))
     return digest & _LOW_WORD, digest >> 64
 
 
-def region_bytes(tensor: LocalTensor, box: int) -> bytes:
-    """The elements of one held box as bytes."""
-    return np.ascontiguousarray(tensor.access.read_out(tensor.views[box])).tobytes()
+def _sample(bits: npt.NDArray[Any]) -> bytes:
+    """What of a value is compared between ranks: all of a small one, blocks spread evenly over a larger one."""
+    if bits.nbytes < TINY_NBYTES:
+        return np.ascontiguousarray(bits).tobytes()
+    count = _SAMPLE_NBYTES // bits.itemsize
+    starts = np.linspace(0, bits.size - count, _SAMPLES).astype(np.int64).tolist()
+    flat = bits.reshape(-1) if bits.flags.c_contiguous else bits.flat
+    return b"".join(flat[start : start + count].tobytes() for start in starts)
 
 
 def _aliases(leaves: Sequence[Leaf]) -> np.ndarray[tuple[int], np.dtype[np.int32]]:

@@ -8,6 +8,7 @@ is touched.
 from __future__ import annotations
 
 import bisect
+import difflib
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +25,8 @@ _logger = logging.getLogger("dcp.planning")
 
 _Entry = TypeVar("_Entry", StoredTensor, StoredObject)
 _KEYS_SHOWN = 100
+_NAMES_COMPARED = 2000
+_WRAPPERS = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,9 +179,11 @@ def _refuse_empty_containers(state: LocalState, metadata: Metadata, same_world: 
     for path in state.flat.empty:
         if not path:
             continue
-        if any(find_entries(metadata, path)):
-            if path not in state.flat.containers:
-                continue  # an empty list or tuple is a plain value, and is replaced by what is stored
+        tensors, objects = find_entries(metadata, path)
+        if tensors or objects:
+            exact = path in (*(tensor.path for tensor in tensors), *(entry.path for entry in objects))
+            if path not in state.flat.containers or not exact:
+                continue  # an empty list or tuple is a plain value; and another key's value is none of its business
             raise PlanningError(
                 f"{plain_name(path)!r} is an empty {state.flat.containers[path]} in the target and a value in the "
                 "checkpoint; put None there to have it replaced, or leave the key out"
@@ -208,10 +213,26 @@ def _missing_error(missing: Sequence[str], metadata: Metadata) -> MissingKeysErr
     shown = ", ".join(repr(name) for name in missing[:_KEYS_SHOWN])
     more = f" and {len(missing) - _KEYS_SHOWN} more" if len(missing) > _KEYS_SHOWN else ""
     plural = "key" if len(missing) == 1 else "keys"
+    near = _nearest(missing[0], list(metadata.source.names()))
+    hint = f" (it has {near!r})" if near is not None else ""
     return MissingKeysError(
-        f"the checkpoint lacks {len(missing)} {plural}: {shown}{more}; leave them out of the target, or pass "
+        f"the checkpoint lacks {len(missing)} {plural}: {shown}{more}{hint}; leave them out of the target, or pass "
         "StandardLoadPlanner(allow_partial_load=True) to keep what the target has there"
     )
+
+
+def _nearest(name: str, stored: Sequence[str]) -> str | None:
+    """A stored name that may be meant: one under it, the same but for a wrapper, or one spelled much alike."""
+    inside = _first_with_prefix(stored, f"{name}.")
+    if inside is not None:
+        return inside
+    bare = _without_wrappers(name)
+    wrapped = next((other for other in stored if _without_wrappers(other) == bare), None)
+    return wrapped or next(iter(difflib.get_close_matches(name, stored[:_NAMES_COMPARED], 1, 0.8)), None)
+
+
+def _without_wrappers(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def _shown(value: object) -> str:

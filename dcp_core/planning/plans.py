@@ -145,7 +145,7 @@ class SavePlan:
             items: Items of this plan, possibly fewer, cut smaller, or under another `index.fqn`.
 
         Raises:
-            PlanningError: An item names a leaf or box that this rank does not hold.
+            PlanningError: An item names a leaf or box that this rank does not hold, or two values share a name.
         """
         chosen = list(items)
         self._check_items(chosen)
@@ -161,6 +161,7 @@ class SavePlan:
             ordinal=np.array([item.box for item in tensors], dtype=np.int32),
             start=start, sizes=sizes, object_leaf=np.array([item.leaf for item in objects], dtype=np.int32),
         )  # fmt: skip
+        self._check_names(chosen)
         renamed = {item.leaf: item.index.fqn for item in chosen if item.index.fqn != self.names[item.leaf]}
         if not renamed:
             return SavePlan(self.table, writes, self.containers)
@@ -169,6 +170,16 @@ class SavePlan:
             paths[leaf] = encode_path((PathKey("key", name),))
         names = {leaf: name for leaf, name in self.writes.names.items() if leaf not in renamed}
         return SavePlan(replace(self.table, paths=tuple(paths)), replace(writes, names=names), self.containers)
+
+    @staticmethod
+    def _check_names(items: Sequence[WriteItem]) -> None:
+        leaf_of: dict[str, int] = {}
+        for item in items:
+            if leaf_of.setdefault(item.index.fqn, item.leaf) != item.leaf:
+                raise PlanningError(
+                    f"two values of this rank would be stored under {item.index.fqn!r}, and one of them lost; give "
+                    "every value a name of its own"
+                )
 
     def _check_items(self, items: Sequence[WriteItem]) -> None:
         leaves = len(self.table.paths)

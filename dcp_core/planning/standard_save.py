@@ -76,6 +76,8 @@ def settle_plans(
     Raises:
         PlanningError: The number of plans is not the number of ranks.
     """
+    if not isinstance(plans, Sequence) or not all(isinstance(plan, SavePlan) for plan in _listed(plans)):
+        raise PlanningError("build_global_plan must return a sequence of SavePlan, one a rank")
     if len(plans) != len(received):
         raise PlanningError(
             f"build_global_plan returned {len(plans)} plans for {len(received)} ranks; return one plan a rank, in order"
@@ -90,6 +92,11 @@ def settle_plans(
     for (table, narrowing), answer in zip(held, encode_answers(plan), strict=True):
         answers.append(_in_original_terms(answer, table, narrowing))
     return plan, answers
+
+
+def _listed(plans: Sequence[SavePlan]) -> Sequence[SavePlan]:
+    """The plans that a custom planner made; ours need no look at each."""
+    return () if isinstance(plans, GloballyPlanned) else plans
 
 
 def _in_original_terms(answer: bytes, table: Any, narrowing: Narrowing | None) -> bytes:

@@ -9,9 +9,11 @@ from typing import Any, TypeVar
 
 from dcp_core.adapter import AdapterSet, ProcessGroup
 from dcp_core.coordination.exchange import Exchange
+from dcp_core.errors import DcpError, RankFailedError
 from dcp_core.formats.objects import decode_value, encode_value, needs_pickle, value_digest
 from dcp_core.planning.leaves import LocalTensor
 from dcp_core.planning.planners import PlannerContext
+from dcp_core.state_path import StatePath, plain_name
 
 logger = logging.getLogger("dcp.recipes")
 
@@ -62,6 +64,30 @@ class Descriptions:
             return self.describe(value) is not None
         except Exception:
             return True
+
+
+def state_of(path: StatePath, value: Any) -> object:
+    """Call `state_dict` of a Stateful; what it raises is named by its key and class."""
+    try:
+        state: object = value.state_dict()
+    except Exception as error:
+        raise _named_failure(path, value, "state_dict", error) from error
+    return state
+
+
+def hand_state(path: StatePath, value: Any, state: Any) -> None:
+    """Call `load_state_dict` of a Stateful; what it raises is named by its key and class."""
+    try:
+        value.load_state_dict(state)
+    except Exception as error:
+        raise _named_failure(path, value, "load_state_dict", error) from error
+
+
+def _named_failure(path: StatePath, value: Any, method: str, error: Exception) -> DcpError:
+    kind = type(error) if isinstance(error, DcpError) else RankFailedError
+    owner = f"{type(value).__module__}.{type(value).__qualname__}"
+    text = str(error) if isinstance(error, DcpError) else f"{type(error).__name__}: {error}"
+    return kind(f"{method}() of {plain_name(path)!r} ({owner}) raised {text}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,10 +7,13 @@ no target is touched.
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
+import logging
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 from dcp_core.coordination.frames import pack, unpack
@@ -25,8 +28,8 @@ from dcp_core.planning.load_plan import LoadPlan, PeerPlan, WantedObject
 from dcp_core.planning.planners import LoadPlanner
 from dcp_core.planning.standard_load import StandardLoadPlanner
 from dcp_core.recipes.agreement import Agreement, argument_digests, check_arguments
-from dcp_core.recipes.job import Descriptions, Job, ObjectEncoding, attempt, logger
-from dcp_core.state_path import StatePath
+from dcp_core.recipes.job import Descriptions, Job, ObjectEncoding, attempt, hand_state, logger, state_of
+from dcp_core.state_path import StatePath, plain_name
 from dcp_core.state_tree import OpenedStateful, check_settable, expand_stateful, set_value
 
 HANDED_OUT_BYTES = 1 << 30
@@ -114,7 +117,7 @@ class LoadRecipe:
             raise ArgumentError(f"state_dict must be a mapping, found {type(self._state).__name__}")
         self._arguments = self._common_arguments()
         self.reader.initialize_reader(self.options.checkpoint_id)
-        self._opened, self._stateful = expand_stateful(self._state, self._descriptions.is_tensor)
+        self._opened, self._stateful = expand_stateful(self._state, self._descriptions.is_tensor, state_of)
         return Agreement(argument_digests(self._arguments), flag=bool(self._stateful)).to_bytes()
 
     def _common_arguments(self) -> dict[str, object]:
@@ -186,8 +189,12 @@ class LoadRecipe:
             self._metadata, ReadContext(self.job.group.rank, self.job.world_size, self.options.verify)
         )
         with stage("build_local_plan"):
-            self._plan = self.reader.optimize_local_plan(self.planner.build_local_plan())
+            plan = self.planner.build_local_plan()
+            if not isinstance(plan, LoadPlan):
+                raise PlanningError(f"build_local_plan returned {type(plan).__name__}; return a LoadPlan")
+            self._plan = self.reader.optimize_local_plan(plan)
         self.reader.check_files(self._plan)
+        self._name_what_stays_behind()
         for want in self._plan.objects:
             if not self._is_in_stateful(want.path):
                 check_settable(self._state, want.path)
@@ -196,6 +203,22 @@ class LoadRecipe:
         self._read_objects([want for want in objects if want.stored.rank != EVERY_RANK or alone])
         items = encode_value(_flatten_items(self._plan.items)) if self._plans_globally() else b""
         return pack(zlib.compress(encode_value([want.stored.name for want in shared]), 1), items)
+
+    def _name_what_stays_behind(self) -> None:
+        """Log keys of a Stateful that only the checkpoint has: a target that is not as warm as the saved state was.
+
+        Where there are other ranks, they may well be theirs, so that is no warning.
+        """
+        wanted = {want.stored.name for want in self._plan.wanted} | {want.stored.name for want in self._plan.objects}
+        names = list(self._metadata.source.names()) if self._stateful else []
+        for opened in self._stateful:
+            prefix = f"{plain_name(opened.path)}."
+            first = bisect.bisect_left(names, prefix.encode(), key=str.encode)
+            behind = [name for name in takewhile(lambda n: n.startswith(prefix), names[first:]) if name not in wanted]  # noqa: B023
+            if behind:
+                level = logging.WARNING if self.job.group.world_size == 1 else logging.INFO
+                text = "%r has no place for %d keys of the checkpoint, which are not loaded: %s"
+                logger.log(level, text, plain_name(opened.path), len(behind), behind[:20])
 
     def _is_alone(self) -> bool:
         return self.job.world_size == 1 or self._metadata.source.save.rank is not None
@@ -280,7 +303,7 @@ class LoadRecipe:
     def _load_stateful(self) -> None:
         for opened in self._stateful:
             if not any(_is_inside(opened.path, other.path) for other in self._stateful):
-                opened.value.load_state_dict(opened.state_dict)
+                hand_state(opened.path, opened.value, opened.state_dict)
 
     def _is_in_stateful(self, path: StatePath) -> bool:
         return any(path[: len(opened.path)] == opened.path for opened in self._stateful)

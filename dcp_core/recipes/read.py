@@ -25,6 +25,10 @@ def read_tensor(checkpoint_id: CheckpointId, key: str, box: Box | None) -> npt.N
         MissingKeysError: There is no such tensor.
         ArgumentError: The region leaves the tensor.
     """
+    if not isinstance(key, str):
+        raise ArgumentError(f"key must be the name of a tensor, found {key!r}")
+    if box is not None and not isinstance(box, Box):
+        raise ArgumentError(f"box must be a Box(offsets, sizes), found {box!r}")
     reader = FileSystemReader(checkpoint_id)
     reader.initialize_reader()
     metadata = reader.load_metadata()

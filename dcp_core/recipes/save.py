@@ -32,13 +32,14 @@ from dcp_core.planning.plans import Narrowing, SavePlan
 from dcp_core.planning.standard_save import ReceivedPlans, StandardSavePlanner, settle_plans
 from dcp_core.planning.write_list import WriteList, decode_answer
 from dcp_core.recipes.agreement import Agreement, Offer, argument_digests, check_arguments, common_plan
-from dcp_core.recipes.job import Descriptions, Job, attempt, logger
+from dcp_core.recipes.job import Descriptions, Job, attempt, logger, state_of
 from dcp_core.state_tree import expand_stateful
 
 PLAN_CACHE: PlanCache[EncodedBody] = PlanCache()
 """The plans of this process."""
 
 _SLOWEST_NAMED = 3
+_KEYS_SHOWN = 100
 _named_keys: set[str] = set()
 
 
@@ -156,10 +157,13 @@ class SaveRecipe:
         self._arguments = self._common_arguments()
         self.writer.initialize_writer(self.options.checkpoint_id)
         descriptions = Descriptions(self.job.adapters)
-        opened, _ = expand_stateful(state, descriptions.is_tensor)
+        opened, _ = expand_stateful(state, descriptions.is_tensor, state_of)
         self.planner.configure_planner(opened, self.job.planner_context(descriptions))
         with stage("build_local_plan"):
-            plan = self.writer.optimize_local_plan(self.planner.build_local_plan())
+            plan = self.planner.build_local_plan()
+            if not isinstance(plan, SavePlan):
+                raise PlanningError(f"build_local_plan returned {type(plan).__name__}; return a SavePlan")
+            plan = self.writer.optimize_local_plan(plan)
         self._plan = plan
         self._table, self._narrowing = plan.held()
         self._encoded = encode_table(self._table)
@@ -320,26 +324,29 @@ def _join_nesting(blobs: set[bytes]) -> Nesting:
 
 
 def _warn_of_divergence(plan: GlobalPlan) -> None:
-    """Name the keys whose values differ between ranks, and those that could not be compared; each key once."""
+    """Name the keys whose values differ between ranks, and those that need pickle; each key once in a process."""
     held = plan.table.holdings
+    by_ranks: dict[tuple[int, ...], list[str]] = {}
     for entry in np.flatnonzero(plan.divergence.entry).tolist():
-        name = plan.table.names[entry]
-        if name in _named_keys:
-            continue
-        _named_keys.add(name)
-        ranks = held.rank[held.entry == entry].tolist()
+        ranks = tuple(held.rank[held.entry == entry].tolist())
+        by_ranks.setdefault(ranks, []).append(plan.table.names[entry])
+    for ranks, names in by_ranks.items():
         shown = ", ".join(map(str, ranks[:8])) + (" and more" if len(ranks) > 8 else "")
-        logger.warning(
-            "the values of %r differ between ranks %s: each rank's own is kept, as with PerRank; synchronise them or "
-            "wrap them in PerRank", name, shown,
-        )  # fmt: skip
+        text = "the values of %s differ between ranks %s: each rank's own is kept, as with PerRank; "
+        _warn_once(names, text + "synchronise them or wrap them in PerRank", shown)
     pickled = np.unique(held.entry[(held.flags & PICKLED) != 0])
-    names = [plan.table.names[entry] for entry in pickled.tolist() if plan.table.names[entry] not in _named_keys]
-    if names and len(plan.table.ranks) > 1:
-        _named_keys.update(names)
-        logger.info(
-            "pickled values are compared between ranks by type only, the lowest rank's is kept: %s", names[:100]
-        )
+    text = "the values of %s have no exact encoding and are pickled%s: a load must allow their classes (allow_pickled)"
+    compared = ", and compared between ranks by type only" if len(plan.table.ranks) > 1 else ""
+    _warn_once([plan.table.names[entry] for entry in pickled.tolist()], text, compared)
+
+
+def _warn_once(names: Sequence[str], text: str, more: str) -> None:
+    """Warn of keys that no warning of this process has named yet."""
+    fresh = [name for name in names if name not in _named_keys]
+    if fresh:
+        _named_keys.update(fresh)
+        rest = f" and {len(fresh) - _KEYS_SHOWN} more" if len(fresh) > _KEYS_SHOWN else ""
+        logger.warning(text, ", ".join(map(repr, fresh[:_KEYS_SHOWN])) + rest, more)
 
 
 def _check_results(results: Sequence[WriteResult], expected: Sequence[int]) -> None:

@@ -31,6 +31,7 @@ _REMEDIES = {
     errno.EMFILE: "raise the limit of open files (ulimit -n)",
     errno.EFBIG: "the file system or a limit (ulimit -f) does not allow files of this size",
 }
+_NOWHERE_TO_CREATE = "the directory is gone, or is not on a file system that all ranks share"
 
 
 def storage_error(operation: str, name: str, where: str, error: OSError) -> StorageError:
@@ -49,6 +50,8 @@ def storage_error(operation: str, name: str, where: str, error: OSError) -> Stor
     reason = error.strerror or str(error)
     code = errno.errorcode.get(error.errno or 0, "no errno")
     remedy = _REMEDIES.get(error.errno or 0)
+    if operation == "create" and error.errno == errno.ENOENT:
+        remedy = _NOWHERE_TO_CREATE
     made = StorageError(f"could not {operation} {target}: {reason} [{code}]" + (f"; {remedy}" if remedy else ""))
     made.errno = error.errno
     return made

@@ -137,8 +137,10 @@ def abort(storage: Storage, opening: Opening | None, own_files: Iterable[str], *
         own_files: The files that this rank created. Not those that it failed to create: they are another's.
         files_of: Tells which data files a metadata file names.
     """
+    doomed = set(own_files)
+    if opening is None and not doomed:
+        return
     try:
-        doomed = set(own_files)
         if opening is not None:
             doomed |= _files_of_save(storage, opening)
             remove_quietly(storage, [temporary_name(_metadata_name(opening), opening.save_id)])

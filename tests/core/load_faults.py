@@ -196,7 +196,7 @@ LOAD_FAULTS: dict[str, list[Fault]] = {
         *[Fault(f"a state that can't be changed on rank {rank}", rank, "UnsupportedValueError", "in place", _fixed)
           for rank in RANKS],
         *each(RANKS, "check_files without a plan", answering(
-            "build_local_plan", StandardLoadPlanner, "planner"), text="AttributeError"),
+            "build_local_plan", StandardLoadPlanner, "planner"), kind="PlanningError", text="return a LoadPlan"),
         *each([0], "too few plans", answering("build_global_plan", StandardLoadPlanner, "planner", []),
                kind="PlanningError", text="returned 0 plans for 3 ranks"),
         *_refused([0], "stat", errno.EACCES, ".metadata"),

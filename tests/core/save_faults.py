@@ -176,7 +176,7 @@ SAVE_FAULTS: dict[str, list[Fault]] = {
         *each(RANKS, "enable_plan_caching", lambda here: {
             "planner": failing_flag(RuntimeError("out of luck") if here else None)()}),
         *each(RANKS, "a local plan that is none", answering(
-            "build_local_plan", StandardSavePlanner, "planner"), text="AttributeError"),
+            "build_local_plan", StandardSavePlanner, "planner"), kind="PlanningError", text="return a SavePlan"),
         *each([0], "too few plans", answering(
             "build_global_plan", StandardSavePlanner, "planner", []),
             kind="PlanningError", text="returned 0 plans for 3 ranks"),

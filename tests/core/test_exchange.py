@@ -414,7 +414,11 @@ def test_a_late_rank_gets_the_posted_verdict_and_the_next_exchange_works() -> No
     group = Group(3, timeout_seconds=0.4)
     early = group.run(lambda exchange: exchange.run("a"), [0, 1])
     late = group.run(lambda exchange: exchange.run("a"), [2])
-    all_equal_errors([*early, *late], CoordinationTimeoutError)
+    verdict = all_equal_errors(early, CoordinationTimeoutError).message
+    assert type(late[0]) is CoordinationTimeoutError
+    assert str(late[0]).startswith(
+        f"{verdict}\nrank 2 comes to exchange a only now, after the deadline; or it left out"
+    )
     assert group.run(lambda exchange: exchange.run("b", b"x", compute=joined)) == [b"x|x|x"] * 3
     assert set(group.board.messages) == {f"{group.key}.1.answers"}
 

@@ -396,7 +396,7 @@ def test_a_directory_that_is_missing_cannot_be_listed(tmp_path: Path) -> None:
         storage.list()
     assert storage.size(".metadata") is None
     storage.remove("a")
-    with pytest.raises(StorageError, match="removed in the meantime"):
+    with pytest.raises(StorageError, match="the directory is gone, or is not on a file system"):
         storage.create("a", 1)
 
 
