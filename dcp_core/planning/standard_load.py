@@ -16,8 +16,8 @@ from dcp_core.metadata import ChunkColumns
 from dcp_core.planning.items import ReadItem
 from dcp_core.planning.leaves import LocalTensor, TensorAccess
 from dcp_core.planning.load_plan import LoadPlan
-from dcp_core.planning.local_plan import LocalState, read_state
 from dcp_core.planning.matching import MatchRules, match_state, warn_once
+from dcp_core.planning.planner_state import PlannerState
 from dcp_core.planning.planners import LoadPlanner, PlannerContext
 from dcp_core.planning.regions import intersect_chunks
 from dcp_core.state_path import PerRank
@@ -26,7 +26,7 @@ from dcp_core.state_tree import set_value
 CASTS = ("auto", "exact", "any")
 
 
-class StandardLoadPlanner(LoadPlanner):
+class StandardLoadPlanner(PlannerState, LoadPlanner):
     """Fills the target in place from whatever layout was saved.
 
     Args:
@@ -40,9 +40,8 @@ class StandardLoadPlanner(LoadPlanner):
             raise ArgumentError(f"allow_partial_load must be True or False, found {allow_partial_load!r}")
         if cast not in CASTS:
             raise ArgumentError(f"cast must be one of {', '.join(map(repr, CASTS))}, found {cast!r}")
+        super().__init__()
         self.rules = MatchRules(allow_partial_load, cast)
-        self._context: PlannerContext | None = None
-        self._state: LocalState | None = None
         self._target: Mapping[Any, Any] = {}
         self._plan: LoadPlan | None = None
 
@@ -50,18 +49,10 @@ class StandardLoadPlanner(LoadPlanner):
         """What must agree between ranks."""
         return f"partial={self.rules.allow_partial_load} cast={self.rules.cast}"
 
-    @property
-    def state(self) -> LocalState:
-        """The leaves that are filled."""
-        if self._state is None:
-            raise PlanningError("the planner has not been configured; call configure_planner first")
-        return self._state
-
     def configure_planner(self, state_dict: Mapping[Any, Any], context: PlannerContext) -> None:
         """Read the target: leaves, boxes, memory."""
-        self._context = context
+        super().configure_planner(state_dict, context)
         self._target = state_dict
-        self._state = read_state(state_dict, context.describe)
 
     def build_local_plan(self) -> LoadPlan:
         """Match the target with the checkpoint and find the regions that fill it.
@@ -69,7 +60,7 @@ class StandardLoadPlanner(LoadPlanner):
         Raises:
             MissingKeysError, ShapeMismatchError, DTypeMismatchError, CoverageError: What does not fit.
         """
-        context = self._configured()
+        context = self.context
         metadata = context.metadata
         if metadata is None:
             raise PlanningError("the planner was given no metadata; configure it with a context that has it")
@@ -115,7 +106,7 @@ class StandardLoadPlanner(LoadPlanner):
         """Decode an object and put it in its place in the target."""
         wanted = self._current_plan().objects_by_name[item.dest_index.fqn]
         leaf = self.state.leaves[wanted.leaf]
-        decoded = self._configured().codec.decode(value, leaf.name)
+        decoded = self.context.codec.decode(value, leaf.name)
         set_value(self._target, leaf.path, PerRank(decoded) if isinstance(leaf.value, PerRank) else decoded)
 
     def _target_of(self, item: ReadItem) -> tuple[LocalTensor, int]:
@@ -129,8 +120,3 @@ class StandardLoadPlanner(LoadPlanner):
         if self._plan is None:
             raise PlanningError("there is no plan yet; call build_local_plan first")
         return self._plan
-
-    def _configured(self) -> PlannerContext:
-        if self._context is None:
-            raise PlanningError("the planner has not been configured; call configure_planner first")
-        return self._context

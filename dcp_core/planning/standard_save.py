@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, overload
 
 import numpy.typing as npt
@@ -11,9 +11,10 @@ from dcp_core.errors import ArgumentError, PlanningError
 from dcp_core.planning.global_plan import GlobalPlan, PlanOptions, plan_globally
 from dcp_core.planning.global_table import merge_tables
 from dcp_core.planning.items import ItemType, WriteItem
-from dcp_core.planning.local_plan import LocalState, read_state, special_containers, tabulate
+from dcp_core.planning.local_plan import special_containers, tabulate
 from dcp_core.planning.local_table import decode_table, encode_table
-from dcp_core.planning.planners import PlannerContext, SavePlanner
+from dcp_core.planning.planner_state import PlannerState
+from dcp_core.planning.planners import SavePlanner
 from dcp_core.planning.plans import Narrowing, SavePlan
 from dcp_core.planning.write_list import decode_answer, encode_answers, encode_write_list
 from dcp_core.state_path import PerRank
@@ -105,7 +106,7 @@ def _in_original_terms(answer: bytes, table: Any, narrowing: Narrowing | None) -
     return encode_write_list(narrowing.translate(decode_answer(answer, table)))
 
 
-class StandardSavePlanner(SavePlanner):
+class StandardSavePlanner(PlannerState, SavePlanner):
     """Writes every shard once, spread evenly over its holders.
 
     Args:
@@ -117,11 +118,10 @@ class StandardSavePlanner(SavePlanner):
     def __init__(
         self, enable_plan_caching: bool = True, remove_redundancy: bool = True, save_to_minimum_rank: bool = False
     ) -> None:
+        super().__init__()
         self._caching = _checked_flag("enable_plan_caching", enable_plan_caching)
         self._remove_redundancy = _checked_flag("remove_redundancy", remove_redundancy)
         self._to_minimum_rank = _checked_flag("save_to_minimum_rank", save_to_minimum_rank)
-        self._context: PlannerContext | None = None
-        self._state: LocalState | None = None
 
     @property
     def enable_plan_caching(self) -> bool:
@@ -132,28 +132,16 @@ class StandardSavePlanner(SavePlanner):
         """What must agree between ranks, and what a cached plan depends on."""
         return f"caching={self._caching} dedup={self._remove_redundancy} minimum_rank={self._to_minimum_rank}"
 
-    @property
-    def state(self) -> LocalState:
-        """The leaves that are planned."""
-        if self._state is None:
-            raise PlanningError("the planner has not been configured; call configure_planner first")
-        return self._state
-
-    def configure_planner(self, state_dict: Mapping[Any, Any], context: PlannerContext) -> None:
-        """Read the state: leaves, boxes, memory."""
-        self._context = context
-        self._state = read_state(state_dict, context.describe)
-
     def build_local_plan(self) -> SavePlan:
         """Plan all that this rank holds."""
-        context = self._configured()
+        context = self.context
         compare = context.use_collectives and context.world_size > 1
         table = tabulate(self.state, context.codec.digest, context.codec.needs_pickle, compare=compare)
         return SavePlan.of_everything(table, special_containers(self.state))
 
     def build_global_plan(self, all_plans: Sequence[SavePlan]) -> Sequence[SavePlan]:
         """Share the replica sets out, check coverage, lay the files out."""
-        context = self._configured()
+        context = self.context
         if not isinstance(all_plans, ReceivedPlans):
             all_plans = ReceivedPlans([encode_table(plan.held()[0]).payload for plan in all_plans])
         options = PlanOptions(
@@ -172,17 +160,12 @@ class StandardSavePlanner(SavePlanner):
         leaf = self.state.leaves[item.leaf]
         if item.type is ItemType.BYTES or leaf.tensor is None:
             value = leaf.value.value if isinstance(leaf.value, PerRank) else leaf.value
-            return self._configured().codec.encode(value, leaf.name)
+            return self.context.codec.encode(value, leaf.name)
         tensor = leaf.tensor
         view, box = tensor.views[item.box], tensor.boxes[item.box]
         if item.sizes != box.sizes:
             view = tensor.access.narrow(view, type(box)(item.start, item.sizes))
         return tensor.access.read_out(view)
-
-    def _configured(self) -> PlannerContext:
-        if self._context is None:
-            raise PlanningError("the planner has not been configured; call configure_planner first")
-        return self._context
 
 
 def _checked_flag(name: str, value: object) -> bool:
