@@ -18,6 +18,7 @@ from typing import Protocol
 
 from dcp_core.coordination.frames import Frame, FrameKind, decode_frame, encode_frame
 from dcp_core.coordination.verdict import (
+    ANY_STAGE,
     checked_answers,
     decode_failure,
     error_frame,
@@ -274,6 +275,7 @@ class ParticipantSide(Side):
             return Verdict(failure=self.own_failure(call, error, in_doubt), original=error)
         except BaseException as interrupt:
             self._withdraw(call, interrupt)
+            self._leave(call, interrupt)
             raise
 
     def _await_answer(self, call: Call) -> Verdict:
@@ -317,6 +319,15 @@ class ParticipantSide(Side):
         if call.commit and call.error is None:
             return Verdict(failure=InDoubtError(f"{call.in_doubt}: {failure.message}", failure.causes))
         return Verdict(failure=failure)
+
+    def _leave(self, call: Call, interrupt: BaseException) -> None:
+        """Take part in the next exchange by an error: a coordinator that has this call's message would wait there."""
+        key, _, number = call.prefix.rpartition(".")
+        upcoming = int(number) + 1
+        self.ledger.number = max(self.ledger.number, upcoming + 1)
+        with contextlib.suppress(Exception):
+            frame = error_frame(ANY_STAGE, interrupt, self.rank)
+            self.board.put(f"{key}.{upcoming}.{self.rank}", encode_frame(frame))
 
     def _withdraw(self, call: Call, error: BaseException) -> None:
         """Tell a coordinator that comes later than anybody waits that this rank has left."""

@@ -19,6 +19,9 @@ from dcp_core.errors import (
     merge_errors,
 )
 
+ANY_STAGE = ""
+"""Label of a message from a rank that has left, and so is in no stage."""
+
 _CAUSES_SENT = 16
 _MISSING = re.compile(r"ranks? ([0-9, -]+) did not come to exchange ")
 
@@ -54,7 +57,7 @@ def judge(stage: str, frames: Mapping[int, Frame], world_size: int, timeout_seco
         ranks raised, then who is missing: once one has failed, the others are not waited for.
     """
     causes = [_cause_in(rank, frames[rank]) for rank in sorted(frames) if frames[rank].kind is not FrameKind.PAYLOAD]
-    if any(frame.label != frames[0].label for frame in frames.values()):
+    if any(frame.label not in (frames[0].label, ANY_STAGE) for frame in frames.values()):
         return _stages_differ(frames, causes)
     if causes:
         return merge_errors(causes)
@@ -156,7 +159,8 @@ def _missing(stage: str, missing: Sequence[int], timeout_seconds: float) -> Coor
 def _stages_differ(frames: Mapping[int, Frame], causes: Sequence[RankCause]) -> ArgumentsDifferError:
     ranks_in: dict[str, list[int]] = {}
     for rank in sorted(frames):
-        ranks_in.setdefault(frames[rank].label, []).append(rank)
+        if frames[rank].label != ANY_STAGE:
+            ranks_in.setdefault(frames[rank].label, []).append(rank)
     stages = "; ".join(f"{name_ranks(ranks)} in {label}" for label, ranks in ranks_in.items())
     lines = [f"the ranks are at different places: {stages}. Every rank must make the same calls in the same order"]
     if causes:
