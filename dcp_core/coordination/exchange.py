@@ -108,6 +108,7 @@ class Exchange:
         compute: Callable[[Sequence[bytes]], Answers] | None = None,
         commit: bool = False,
         in_doubt: str = "",
+        is_last: bool = False,
     ) -> bytes:
         """Exchange payloads for answers. Every rank calls this, with the same stage.
 
@@ -120,6 +121,8 @@ class Exchange:
             commit: `compute` commits: a rank that loses the coordinator while it waits for the answer can't tell
                 whether that happened.
             in_doubt: What to say then.
+            is_last: Nothing follows in this call. Where something does, a rank that is interrupted while it waits takes
+                part in that by an error, so that nobody waits for it.
 
         Returns:
             This rank's answer.
@@ -133,7 +136,7 @@ class Exchange:
             InDoubtError: With `commit`: nobody knows here whether it happened. What was written must stay.
             BaseException: `error` itself, if it is no `Exception` (Ctrl-C): the others raise a `RankFailedError`.
         """
-        call = self._enter(stage, payload, error, compute, commit, in_doubt)
+        call = self._enter(stage, payload, error, compute, commit, in_doubt, is_last or commit)
         verdict = Verdict()
         try:
             verdict = self._side.run(call)
@@ -163,6 +166,7 @@ class Exchange:
         compute: Callable[[Sequence[bytes]], Answers] | None,
         commit: bool,
         in_doubt: str,
+        is_last: bool,
     ) -> Call:
         with _ledgers_lock:
             number = self._ledger.number
@@ -172,5 +176,13 @@ class Exchange:
         else:
             request = error_frame(stage_label(stage), error, self.rank)
         return Call(
-            stage, f"{self._key}.{number}", request, time.monotonic(), error, compute, commit, in_doubt or _DOUBT
+            stage,
+            f"{self._key}.{number}",
+            request,
+            time.monotonic(),
+            error,
+            compute,
+            commit,
+            in_doubt or _DOUBT,
+            is_last,
         )

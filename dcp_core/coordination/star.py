@@ -81,6 +81,7 @@ class Call:
     compute: Callable[[Sequence[bytes]], Answers] | None
     commit: bool
     in_doubt: str
+    is_last: bool = False
 
     @property
     def is_interrupt(self) -> bool:
@@ -275,7 +276,8 @@ class ParticipantSide(Side):
             return Verdict(failure=self.own_failure(call, error, in_doubt), original=error)
         except BaseException as interrupt:
             self._withdraw(call, interrupt)
-            self._leave(call, interrupt)
+            if not call.is_last:
+                self._leave(call, interrupt)
             raise
 
     def _await_answer(self, call: Call) -> Verdict:

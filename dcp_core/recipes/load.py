@@ -271,7 +271,7 @@ class LoadRecipe:
         """Read regions and place objects; exchange 3: errors."""
         _, error = attempt(lambda: self._fill_targets(answer))
         try:
-            self.exchange.run("load/done", error=error)
+            self.exchange.run("load/done", error=error, is_last=not self._any_stateful)
         except DcpError as failure:
             if "undefined" in failure.message:
                 raise
@@ -298,7 +298,7 @@ class LoadRecipe:
         """Exchange 4, if any rank has Stateful objects: what their `load_state_dict` raised."""
         if self._any_stateful:
             _, error = attempt(self._load_stateful)
-            self.exchange.run("load/stateful", error=error)
+            self.exchange.run("load/stateful", error=error, is_last=True)
 
     def _load_stateful(self) -> None:
         for opened in self._stateful:

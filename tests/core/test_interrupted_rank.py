@@ -65,3 +65,20 @@ def test_a_rank_that_was_interrupted_and_stayed_is_in_step_again_after_one_failu
         assert ranks[rank][1][1].startswith("RankFailedError: rank 1: KeyboardInterrupt")
         assert ranks[rank][1][2:] == ["fine", "fine"]
     assert ranks[1][1] == ["fine", "fine"]
+
+
+def _interrupted_in_the_last_exchange(context: RankContext) -> list[str]:
+    channel = DirectoryChannel(context.channel_directory)
+    exchange = Exchange(context.rank, context.world_size, channel, key="last", timeout_seconds=LONG_SECONDS)
+    if context.rank == 1:
+        threading.Timer(0.4, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt):
+            exchange.run("done", b"x", compute=_slow, is_last=True)
+    else:
+        exchange.run("done", b"x", compute=_slow, is_last=True)
+    return [exchange.run("next", b"y", compute=lambda payloads: b"fine").decode() for _ in range(2)]
+
+
+@pytest.mark.timeout(90)
+def test_a_rank_that_was_interrupted_in_the_last_exchange_of_a_call_stays_in_step() -> None:
+    assert run_ranks(_interrupted_in_the_last_exchange, 3, timeout_seconds=60) == [["fine", "fine"]] * 3
