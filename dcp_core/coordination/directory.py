@@ -51,18 +51,24 @@ class DirectoryChannel:
             raise
 
     def wait(self, name: str, timeout_seconds: float) -> bytes | None:
-        """Wait for a message and return it; None when it did not come in time. Looks once at least."""
+        """Wait for a message and return it; None when it did not come in time.
+
+        However short the time: before it gives up it lists the directory and looks once more.
+        """
         target = self._file(name)
         deadline = time.monotonic() + timeout_seconds
         pause, pauses = _FIRST_PAUSE_SECONDS, 0
         while True:
             message = _read(target)
-            left = deadline - time.monotonic()
-            if message is not None or left <= 0:
+            if message is not None:
                 return message
+            left = deadline - time.monotonic()
+            if left <= 0:
+                self._look_again()
+                return _read(target)
             time.sleep(min(pause, left))
             pauses += 1
-            if pauses % _PAUSES_PER_LISTING == 0 or pause >= left:
+            if pauses % _PAUSES_PER_LISTING == 0:
                 self._look_again()
             pause = min(pause * 1.5, _LONGEST_PAUSE_SECONDS)
 
