@@ -58,6 +58,9 @@ class ArrayAccess:
             return "its elements share memory, as in a broadcast array or overlapping windows; pass a copy"
         return None
 
+    def transfers(self, view: Array) -> None:
+        """None: arrays lie in host memory."""
+
     def copy_into(self, view: Array, bits: Array, source_dtype: DType) -> None:
         """Write elements into the array, converting by `convert`.
 

@@ -14,7 +14,7 @@ import torch
 from dcp_core.adapter import ProcessGroup
 from dcp_core.box import Box, slices
 from dcp_core.dtype import DType
-from dcp_core.planning.leaves import LocalTensor
+from dcp_core.planning.leaves import DeviceTransfers, LocalTensor
 from dcp_torch import channel, elements
 from dcp_torch.describers import describe_tensor
 
@@ -57,6 +57,10 @@ class TorchAdapter:
     def writable_problem(self, view: torch.Tensor) -> str | None:
         """Why a view cannot be the target of a load (its elements share memory), or None."""
         return elements.writable_problem(view)
+
+    def transfers(self, view: torch.Tensor) -> DeviceTransfers | None:
+        """How parts of a tensor on an accelerator travel to and from page-locked memory; None for host tensors."""
+        return None
 
     def process_group(self, group: Any = None, *, with_channel: bool = True) -> ProcessGroup:
         """The group of this process: `group`, or the job's default one, or a group of one.

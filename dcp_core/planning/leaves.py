@@ -5,14 +5,48 @@ Adapters and describers turn framework tensors into `LocalTensor`; planning and 
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import numpy.typing as npt
 
 from dcp_core.box import Box
 from dcp_core.dtype import DType
+
+
+class DeviceTransfers(Protocol):
+    """How parts of one device's tensors travel to and from host memory while the host does something else."""
+
+    def host_memory(self, nbytes: int) -> npt.NDArray[np.uint8]:
+        """Memory that the device copies to and from at full speed, page-locked where there is such a thing."""
+        ...
+
+    def start_copy_out(self, view: Any, target: npt.NDArray[np.uint8]) -> Callable[[], None]:
+        """Start copying a view's raw bits, in row-major order, to host memory.
+
+        Args:
+            view: A part of a tensor on the device.
+            target: As many bytes of `host_memory`; in use until the copy is awaited.
+
+        Returns:
+            Waits until the bits are there; raises what went wrong.
+        """
+        ...
+
+    def start_copy_in(self, view: Any, bits: npt.NDArray[Any], source_dtype: DType) -> Callable[[], None]:
+        """Start writing elements into a view, converting from `source_dtype` as `TensorAccess.copy_into` does.
+
+        Args:
+            view: A part of a tensor on the device.
+            bits: Raw bits of the view's shape, in `host_memory`; in use until the copy is awaited.
+            source_dtype: What the bits mean.
+
+        Returns:
+            Waits until the elements are there and `bits` may be used again; raises what went wrong.
+        """
+        ...
 
 
 class TensorAccess(Protocol):
@@ -46,6 +80,32 @@ class TensorAccess(Protocol):
     def writable_problem(self, view: Any) -> str | None:
         """Why a view cannot be filled by a load (read-only, elements that share memory), or None."""
         ...
+
+    def transfers(self, view: Any) -> DeviceTransfers | None:
+        """How parts of the view travel; None where its elements lie in host memory, or only blocking copies exist."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DeviceBits:
+    """The raw bits of a region that lies on a device, not copied yet. `numpy.asarray` copies them.
+
+    Attributes:
+        view: The region.
+        access: How to reach its elements.
+        shape: Its shape.
+        dtype: Of the bits, `DType.bits`.
+    """
+
+    view: Any
+    access: TensorAccess
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> npt.NDArray[Any]:
+        """Copy the bits to the host."""
+        bits = self.access.read_out(self.view)
+        return bits if dtype is None or dtype == bits.dtype else bits.astype(dtype)
 
 
 @dataclass(frozen=True, slots=True)

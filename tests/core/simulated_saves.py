@@ -68,6 +68,9 @@ class IdAccess:
         ids: Ids = view
         return ids
 
+    def transfers(self, view: Any) -> None:
+        """Host memory."""
+
     def writable_problem(self, view: Any) -> str | None:
         return None
 
