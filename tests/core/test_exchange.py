@@ -393,14 +393,14 @@ def test_an_interrupt_during_the_wait_reaches_the_others_at_once(rank: int) -> N
 
 @pytest.mark.parametrize(("missing", "named"), [((2,), "rank 2"), ((1, 2, 4), "ranks 1-2, 4")])
 def test_missing_ranks_are_named_with_the_deadline_on_all_that_came(missing: tuple[int, ...], named: str) -> None:
-    group = Group(5, timeout_seconds=0.5)
+    group = Group(5, timeout_seconds=1.5)
     came = [rank for rank in range(5) if rank not in missing]
     started = time.monotonic()
     results = group.run(lambda exchange: exchange.run("save/agree", compute=never), came)
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 40
     failure = all_equal_errors(results, CoordinationTimeoutError)
     assert isinstance(failure, TimeoutError)
-    assert failure.message.startswith(f"{named} did not come to exchange save/agree within 0.5 s")
+    assert failure.message.startswith(f"{named} did not come to exchange save/agree within 1.5 s")
     assert [cause.rank for cause in failure.causes] == list(missing)
 
 
@@ -411,7 +411,7 @@ def test_a_missing_coordinator_is_named_by_the_others() -> None:
 
 
 def test_a_late_rank_gets_the_posted_verdict_and_the_next_exchange_works() -> None:
-    group = Group(3, timeout_seconds=0.4)
+    group = Group(3, timeout_seconds=1.5)
     early = group.run(lambda exchange: exchange.run("a"), [0, 1])
     late = group.run(lambda exchange: exchange.run("a"), [2])
     verdict = all_equal_errors(early, CoordinationTimeoutError).message
@@ -477,7 +477,7 @@ def test_an_error_from_another_stage_is_shown_beside_the_difference() -> None:
 @pytest.mark.parametrize("rank", [0, 2])
 @pytest.mark.parametrize("operation", ["put", "wait"])
 def test_a_channel_that_raises_is_a_coordination_error_that_names_stage_and_rank(rank: int, operation: str) -> None:
-    group = Group(3, timeout_seconds=0.5)
+    group = Group(3, timeout_seconds=2)
     group.boards[rank] = BrokenBoard(group.board, operation)
     results = group.run(lambda exchange: exchange.run("save/agree", b"x", compute=joined))
     failure = results[rank]
@@ -538,7 +538,7 @@ def test_a_rank_that_failed_itself_is_not_in_doubt_about_the_commit() -> None:
 
 
 def test_a_commit_whose_answer_cannot_be_posted_leaves_all_in_doubt() -> None:
-    group = Group(2, timeout_seconds=0.4)
+    group = Group(2, timeout_seconds=2)
     group.boards[0] = BrokenBoard(group.board, "put", ".answers")
     results = group.run(lambda exchange: exchange.run("c", compute=joined, commit=True, in_doubt="id 7"))
     assert [type(result) for result in results] == [InDoubtError] * 2

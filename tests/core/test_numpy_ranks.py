@@ -125,9 +125,9 @@ def test_ranks_that_die_are_told_apart_with_their_last_words() -> None:
 def test_a_rank_that_does_not_finish_is_ended_at_the_time_limit(function: Any) -> None:
     started = time.monotonic()
     with pytest.raises(RankProcessError) as caught:
-        run_ranks(function, 2, timeout_seconds=0.7)
-    assert time.monotonic() - started < 10
-    assert str(caught.value).startswith("rank 1: still ran after 0.7 s")
+        run_ranks(function, 2, timeout_seconds=3)
+    assert time.monotonic() - started < 30
+    assert str(caught.value).startswith("rank 1: still ran after 3 s")
     assert function is stop_on_rank_1 or "in sleep_on_rank_1" in str(caught.value)
 
 

@@ -89,25 +89,25 @@ def test_a_wait_ends_when_the_message_comes_or_the_time_is_up(kind: str, tmp_pat
         channels = [StoreChannel(store, f"p{world_size}", rank=rank, world_size=world_size) for rank in (0, 1)]
         started = time.monotonic()
         assert channels[1].wait("x", 0.3) is None
-        assert 0.25 <= time.monotonic() - started < 2
+        assert 0.25 <= time.monotonic() - started < 10
         timer = threading.Timer(0.2, channels[0].put, ("x", b"late"))
         timer.start()
-        assert channels[1].wait("x", 20) == b"late"
+        assert channels[1].wait("x", 60) == b"late"
         timer.join()
-        assert time.monotonic() - started < 5
+        assert time.monotonic() - started < 40
 
 
 def test_a_wait_in_one_thread_holds_up_no_other() -> None:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     channel = StoreChannel(store, "p", rank=1, world_size=4000)
-    waiting = threading.Thread(target=channel.wait, args=("never", 3.0))
+    waiting = threading.Thread(target=channel.wait, args=("never", 60.0))
     waiting.start()
     time.sleep(0.1)
     started = time.monotonic()
     channel.put("b", b"x")
     store.set("trainer", "x")
-    assert channel.wait("b", 1) == b"x"
-    assert time.monotonic() - started < 1
+    assert channel.wait("b", 20) == b"x"
+    assert time.monotonic() - started < 20
     channel.put("never", b"")
     waiting.join()
 
@@ -118,12 +118,12 @@ def test_the_first_rank_drains_what_others_have_not_read() -> None:
     first.put("answers", b"x")
     started = time.monotonic()
     first.drain(0.2)
-    assert 0.15 < time.monotonic() - started < 1
-    timer = threading.Timer(0.2, other.wait, ("answers", 1.0))
+    assert 0.15 < time.monotonic() - started < 20
+    timer = threading.Timer(0.2, other.wait, ("answers", 20.0))
     timer.start()
     started = time.monotonic()
-    first.drain(10)
-    assert time.monotonic() - started < 2
+    first.drain(60)
+    assert time.monotonic() - started < 30
     timer.join()
     other.drain(10)
 
