@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import multiprocessing
-import resource
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -24,13 +22,15 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.counters import resident_peak
+from benchmarks.machine import write_json
+from benchmarks.workloads import MIB
 from dcp_core.planning.local_table import LocalTable, encode_table
 from dcp_core.state_path import encode_path, key_path
 
 TENSORS = 300
 REPLICAS = 8
 CUTS = ("tall", "wide", "cube")
-MIB = 1024 * 1024
 
 
 @dataclass
@@ -105,7 +105,7 @@ def measure_ours(ranks: int, cut: str, replicas: int) -> Case:
     case = Case(ranks, cut, replicas, "ours")
     payloads = [encode_table(rank_table(cut, ranks, replicas, rank)).payload for rank in range(ranks)]
     case.sizes["plan_bytes_a_rank"] = statistics.fmean(len(payload) for payload in payloads)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = resident_peak()
     with case.timed("decode"):
         table = merge_tables(payloads)
     with case.timed("plan"):
@@ -113,8 +113,8 @@ def measure_ours(ranks: int, cut: str, replicas: int) -> Case:
     with case.timed("write_lists"):
         answers = encode_answers(plan)
     case.seconds["total_plan"] = sum(case.seconds.values())
-    case.sizes["peak_mib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    case.sizes["peak_above_tables_mib"] = case.sizes["peak_mib"] - before / 1024
+    case.sizes["peak_mib"] = resident_peak() / MIB
+    case.sizes["peak_above_tables_mib"] = case.sizes["peak_mib"] - before / MIB
     case.sizes["answer_bytes_a_rank"] = statistics.fmean(map(len, answers))
     written = np.bincount(plan.position, weights=plan.nbytes, minlength=ranks)
     case.sizes["balance"] = float(written.max() / written.mean())
@@ -122,12 +122,14 @@ def measure_ours(ranks: int, cut: str, replicas: int) -> Case:
         files = number_files(plan)
         tensors, chunks = describe_tensors(plan, files)
         body = encode_body(MetadataColumns(tensors, chunks, describe_objects(plan, files), Nesting()))
-    count = int((files.tensor_file >= 0).sum())
-    file_rank = np.flatnonzero(files.tensor_file >= 0).astype(np.int32)
+    parts, ends = plan.layout.parts, np.append(0, np.cumsum(plan.nbytes[plan.layout.order]))
+    count = int(parts.sum())
+    file_rank = np.repeat(np.arange(ranks, dtype=np.int32), parts)
+    part = (np.arange(count) - plan.layout.first_file[file_rank]).astype(np.int32)
     start = np.full(count, 65536, dtype=np.int64)
     digests = np.random.default_rng(0).integers(1, 1 << 63, (count, 2), dtype=np.uint64)
     columns = FileColumns(
-        file_rank, np.zeros(count, np.int32), np.zeros(count, np.uint8), start + written[file_rank].astype(np.int64),
+        file_rank, part, np.zeros(count, np.uint8), start + np.diff(ends[plan.layout.starts]),
         start, np.full(count, 128, np.int64), np.full(count, 4096, np.int64), digests,
     )  # fmt: skip
     blob = assemble(body, columns, SaveRecord("0" * 32, ""), WriterRecord("bench", "none", "0", ranks))
@@ -207,7 +209,7 @@ def measure_torch(ranks: int, cut: str, replicas: int) -> Case:
         plans, metadata = create_default_global_save_plan(plans)
         _validate_global_plan(plans, metadata)
     case.seconds["total_plan"] = sum(case.seconds.values())
-    case.sizes["peak_mib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    case.sizes["peak_mib"] = resident_peak() / MIB
     with case.timed("metadata"):
         case.sizes["metadata_mb"] = len(pickle.dumps(metadata)) / 1e6
     return case
@@ -259,8 +261,7 @@ def main() -> None:
             ours, theirs = (result["seconds"]["total_plan"] for result in medians)
             print(f"      ratio of total_plan, torch / ours: {theirs / ours:.1f}", flush=True)
     if options.json:
-        with open(options.json, "w") as file:
-            json.dump(results, file, indent=1)
+        write_json(options.json, cases=results)
 
 
 def _line(result: dict[str, Any]) -> str:

@@ -93,10 +93,11 @@ class AdapterSet:
     def __init__(self, adapters: Sequence[Adapter], describers: Sequence[Describer] = ()) -> None:
         self.adapters = tuple(adapters)
         self.describers = tuple(describers)
+        self._sources = (*self.describers, *self.adapters)
 
     def describe(self, value: Any) -> LocalTensor | None:
         """Describe a tensor leaf by the first describer or adapter that claims it; None for any other value."""
-        for source in (*self.describers, *self.adapters):
+        for source in self._sources:
             found = source.describe(value)
             if found is not None:
                 return found

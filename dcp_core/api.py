@@ -24,6 +24,8 @@ from dcp_core.formats.objects import allow_pickled
 from dcp_core.log import set_rank, stage
 from dcp_core.metadata import (
     FileColumns,
+    FoundObjects,
+    FoundTensors,
     Metadata,
     MetadataSource,
     Nesting,
@@ -36,7 +38,7 @@ from dcp_core.planning.planners import LoadPlanner, SavePlanner
 from dcp_core.planning.standard_load import StandardLoadPlanner
 from dcp_core.planning.standard_save import StandardSavePlanner
 from dcp_core.plugins import activate_codecs, active_adapters
-from dcp_core.recipes.job import Job
+from dcp_core.recipes.job import Job, paused_collection
 from dcp_core.recipes.load import LoadOptions, LoadRecipe
 from dcp_core.recipes.read import read_tensor
 from dcp_core.recipes.save import PLAN_CACHE, SaveOptions, SaveRecipe
@@ -48,6 +50,7 @@ DEADLINE_SECONDS = 1800.0
 _LONGEST_SECONDS = 1e9  # what every channel can count with
 
 
+@paused_collection()
 def save(
     state_dict: Mapping[Any, Any],
     *,
@@ -101,6 +104,7 @@ def save(
         return metadata if metadata is not None else Metadata(_Committed(writer, recipe.save_id))
 
 
+@paused_collection()
 def load(
     state_dict: Mapping[Any, Any],
     *,
@@ -221,6 +225,12 @@ class _Committed:
 
     def objects(self, name: str) -> Sequence[StoredObject]:
         return self._source.objects(name)
+
+    def find_tensors(self, names: Sequence[str]) -> tuple[Sequence[FoundTensors], Sequence[int]]:
+        return self._source.find_tensors(names)
+
+    def find_objects(self, names: Sequence[str]) -> tuple[Sequence[FoundObjects], Sequence[int]]:
+        return self._source.find_objects(names)
 
 
 def _job(adapter: Adapter | None, group: Any, no_dist: bool, use_collectives: bool) -> tuple[Job, BaseException | None]:

@@ -19,7 +19,7 @@ from dcp_core.adapter import ProcessGroup
 from dcp_core.box import Box, slices
 from dcp_core.dtype import DType, Kind, numpy_dtype
 from dcp_core.errors import ArgumentError, DTypeMismatchError, UnsupportedValueError
-from dcp_core.planning.leaves import LocalTensor
+from dcp_core.planning.leaves import LocalTensor, whole_shape, whole_tensor
 
 Array = npt.NDArray[Any]
 
@@ -110,8 +110,7 @@ class NumpyAdapter(ArrayAccess):
         dtype = numpy_dtype(value.dtype)
         if dtype is None:
             return None
-        boxes, views = ((Box.whole(value.shape),), (value,)) if value.size else ((), ())
-        return LocalTensor(value.shape, dtype, boxes, views, self, storage=storage_of(value), plain=True)
+        return whole_tensor(whole_shape(value.shape), dtype, value, self, "cpu", storage_of(value))
 
     def process_group(self, group: Any = None, *, with_channel: bool = True) -> ProcessGroup:
         """A group of one.
@@ -126,6 +125,8 @@ class NumpyAdapter(ArrayAccess):
 
 def _may_share_elements(array: Array) -> bool:
     """Whether two elements may be one place in memory: never so for what slicing and transposing make."""
+    if array.flags.c_contiguous:
+        return False
     reach = array.itemsize
     for stride, size in sorted((abs(stride), size) for stride, size in zip(array.strides, array.shape, strict=True)):
         if size > 1 and stride < reach and array.size:
@@ -138,9 +139,10 @@ def storage_of(array: Array) -> Hashable | None:
     """Name the memory of an array's elements: equal for two live arrays exactly when they are the same elements."""
     if array.size == 0:
         return None
-    strides = tuple(stride if size > 1 else 0 for size, stride in zip(array.shape, array.strides, strict=True))
-    address = array.__array_interface__["data"][0]
-    return address, array.shape, strides, array.dtype.str, array.dtype.name
+    strides = None
+    if not array.flags.c_contiguous:
+        strides = tuple([stride if size > 1 else 0 for size, stride in zip(array.shape, array.strides, strict=True)])
+    return array.__array_interface__["data"][0], array.shape, strides, array.dtype
 
 
 def convert(bits: Array, source: DType, target: DType) -> Array:

@@ -37,12 +37,11 @@ class Box:
 
     def __post_init__(self) -> None:
         offsets, sizes = self.offsets, self.sizes
-        if not _is_plain(offsets):
-            offsets = _as_ints(offsets)
-            object.__setattr__(self, "offsets", offsets)
-        if not _is_plain(sizes):
-            sizes = _as_ints(sizes)
-            object.__setattr__(self, "sizes", sizes)
+        if _are_counts(offsets) and _are_counts(sizes) and len(offsets) == len(sizes):
+            return
+        offsets, sizes = _as_ints(offsets), _as_ints(sizes)
+        object.__setattr__(self, "offsets", offsets)
+        object.__setattr__(self, "sizes", sizes)
         if len(offsets) != len(sizes):
             raise ArgumentError(f"a box needs as many sizes as offsets: got offsets {offsets} and sizes {sizes}")
         if offsets and (min(offsets) < 0 or min(sizes) < 0):
@@ -78,8 +77,14 @@ class Box:
         return tuple(map(operator.add, self.offsets, self.sizes))
 
 
-def _is_plain(numbers: object) -> bool:
-    return type(numbers) is tuple and all(type(number) is int for number in numbers)
+def _are_counts(numbers: object) -> bool:
+    """Whether this is a plain tuple of plain integers, none of them negative."""
+    if type(numbers) is not tuple:
+        return False
+    for number in numbers:  # noqa: SIM110  (a generator would cost more than the checks)
+        if type(number) is not int or number < 0:
+            return False
+    return True
 
 
 def _as_ints(numbers: Iterable[object]) -> tuple[int, ...]:

@@ -8,7 +8,7 @@ file format lacks are stored under a type of the same bits, with `file_tail` app
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 import numpy as np
@@ -29,7 +29,7 @@ class Kind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class DType:
-    """One element type.
+    """One element type. Types are equal when their codes are.
 
     Attributes:
         code: The number that stands for it in plans and `.metadata`; never reused.
@@ -42,25 +42,25 @@ class DType:
         exponent: Exponent bits (floats), else 0.
         numpy: numpy name, or None where plain numpy lacks the type.
         finite: True for floats without infinities (the NaN and range rules differ from IEEE).
+        bits: The numpy dtype that carries this type's raw bits, little-endian.
     """
 
     code: int
-    name: str
-    file_dtype: str
-    itemsize: int
-    kind: Kind
-    mantissa: int = 0
-    exponent: int = 0
-    numpy: str | None = None
-    file_tail: tuple[int, ...] = ()
-    finite: bool = False
+    name: str = field(compare=False)
+    file_dtype: str = field(compare=False)
+    itemsize: int = field(compare=False)
+    kind: Kind = field(compare=False)
+    mantissa: int = field(default=0, compare=False)
+    exponent: int = field(default=0, compare=False)
+    numpy: str | None = field(default=None, compare=False)
+    file_tail: tuple[int, ...] = field(default=(), compare=False)
+    finite: bool = field(default=False, compare=False)
+    bits: np.dtype[np.generic] = field(init=False, repr=False, compare=False)
 
-    @property
-    def bits(self) -> np.dtype[np.generic]:
-        """The numpy dtype that carries this type's raw bits, little-endian."""
-        if self.numpy is not None:
-            return np.dtype(self.numpy).newbyteorder("<")
-        return np.dtype(f"<u{self.itemsize}")
+    def __post_init__(self) -> None:
+        carrier = f"u{self.itemsize}" if self.numpy is None else self.numpy
+        # By its spelling, which on most machines gives the very object that arrays of that type have.
+        object.__setattr__(self, "bits", np.dtype(np.dtype(carrier).newbyteorder("<").str))
 
 
 _F, _C, _S, _U = Kind.FLOAT, Kind.COMPLEX, Kind.SIGNED, Kind.UNSIGNED
@@ -94,6 +94,8 @@ DTYPES: tuple[DType, ...] = (
 BY_NAME: dict[str, DType] = {dtype.name: dtype for dtype in DTYPES}
 BY_CODE: dict[int, DType] = {dtype.code: dtype for dtype in DTYPES}
 
+_OF_NUMPY: dict[np.dtype[np.generic], DType] = {}
+
 ITEMSIZE = np.zeros(256, dtype=np.int64)
 """Bytes an element, indexed by `DType.code`."""
 for _dtype in DTYPES:
@@ -123,8 +125,13 @@ def numpy_dtype(dtype: np.dtype[np.generic]) -> DType | None:
     >>> numpy_dtype(np.dtype(">i4")).name
     'int32'
     """
-    found = BY_NAME.get(dtype.name)
-    return found if found is not None and found.itemsize == dtype.itemsize else None
+    known = _OF_NUMPY.get(dtype)
+    if known is not None:
+        return known
+    found = BY_NAME.get(dtype.name)  # numpy makes the name anew each time
+    if found is None or found.itemsize != dtype.itemsize:
+        return None
+    return _OF_NUMPY.setdefault(dtype, found)
 
 
 def conversion(source: DType, target: DType) -> str:

@@ -240,6 +240,48 @@ class StoredObject:
     ordinal: int
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class FoundTensors:
+    """Tensors that many names were looked up for, as columns. Each belongs to all ranks and is alone under its name.
+
+    Attributes:
+        asked: Position of its name among those that were looked up. Shape (N,).
+        paths: Encoded typed path of each. Length N.
+        dtype: `DType.code`. Shape (N,).
+        ndim: Dimensions. Shape (N,).
+        shape: Global shape, padded on the right with 1. Shape (N, D).
+        first: First of its rows in `chunks`. Shape (N,).
+        count: Number of its rows there. Shape (N,).
+        chunks: The chunks of these tensors, and of others, as wide as `shape`.
+    """
+
+    asked: Int64
+    paths: Sequence[bytes]
+    dtype: UInt8
+    ndim: UInt8
+    shape: Int64
+    first: Int64
+    count: Int64
+    chunks: ChunkColumns
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FoundObjects:
+    """Objects that many names were looked up for, as columns. Each belongs to all ranks and is alone under its name.
+
+    Attributes:
+        asked: Position of its name among those that were looked up. Shape (N,).
+        paths: Encoded typed path of each. Length N.
+        file: Row in `FileColumns` of the `.bytes` file. Shape (N,).
+        ordinal: Position in that file's index. Shape (N,).
+    """
+
+    asked: Int64
+    paths: Sequence[bytes]
+    file: Int32
+    ordinal: Int32
+
+
 class MetadataSource(Protocol):
     """What can answer for a checkpoint's description: columns in memory, or a `.metadata` file read by ranges."""
 
@@ -273,6 +315,19 @@ class MetadataSource(Protocol):
 
     def objects(self, name: str) -> Sequence[StoredObject]:
         """All objects under one name: one, or one per rank; empty if there is none."""
+        ...
+
+    def find_tensors(self, names: Sequence[str]) -> tuple[Sequence[FoundTensors], Sequence[int]]:
+        """Look many names up among the tensors, all at once.
+
+        Returns:
+            The tensors of those names under which there is exactly one and it belongs to all ranks; and the positions
+            of names under which there are several, or one rank's own.
+        """
+        ...
+
+    def find_objects(self, names: Sequence[str]) -> tuple[Sequence[FoundObjects], Sequence[int]]:
+        """Look many names up among the objects; as `find_tensors` does. An object per rank is one rank's own."""
         ...
 
 

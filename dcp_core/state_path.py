@@ -9,26 +9,26 @@ from __future__ import annotations
 
 import json
 import re
-import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Literal, TypeAlias
 
 from dcp_core.errors import CorruptError, UnsupportedValueError
+from dcp_core.key_codec import INT, STR, KeyValue, decode_key, encode_key, junk, read_varint, varint
 
 KeyKind: TypeAlias = Literal["key", "list", "tuple"]
-KeyValue: TypeAlias = str | int | float | bytes | tuple["KeyValue", ...] | None
 
 MAX_DEPTH = 128
 """Components that a path may have, and containers that a state may nest."""
 
-_MAX_TUPLE_DEPTH = 16
 _LIST, _TUPLE = b"L", b"U"
-_STR, _INT, _FLOAT, _BYTES, _NONE, _TRUE, _FALSE, _ITEMS = b"s", b"i", b"f", b"b", b"N", b"T", b"F", b"("
+_STR_TAG, _INT_TAG = STR[0], INT[0]
+_SHORT_TAGS = frozenset(STR + INT + _LIST + _TUPLE)
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _CHUNK_KEY = re.compile(r"(.*)@[0-9]+(?:,[0-9]+)*", re.DOTALL)
 _RESERVED_NAME = "__metadata__"
+_RESERVED_MARKS = ("@", "\n\n", "\n$\n", "\n$[", f"\n{_RESERVED_NAME}\n")
 _PRINTED_BITS = 1024
 
 
@@ -56,11 +56,11 @@ class PathKey:
     def __post_init__(self) -> None:
         value = self.value
         if self.kind == "key":
-            encoded = _encode_key(value, 0)
+            encoded = encode_key(value)
         elif type(value) is not int or value < 0 or self.kind not in ("list", "tuple"):
             raise UnsupportedValueError(f"a component of kind {self.kind!r} cannot hold {value!r}: expected a position")
         else:
-            encoded = (_LIST if self.kind == "list" else _TUPLE) + _varint(value)
+            encoded = (_LIST if self.kind == "list" else _TUPLE) + varint(value)
         object.__setattr__(self, "encoded", encoded)
 
 
@@ -114,7 +114,7 @@ def decode_path(blob: bytes) -> StatePath:
             raise CorruptError(f"a path of more than {MAX_DEPTH} components; the table of paths is damaged")
         key, end = _decode_component(blob, at)
         if key.encoded != blob[at:end]:
-            raise _junk(at)
+            raise junk(at)
         keys.append(key)
         at = end
     return tuple(keys)
@@ -126,7 +126,39 @@ def plain_name(path: StatePath) -> str:
     >>> plain_name((PathKey("key", "a.b"), PathKey("list", 0)))
     'a.b.0'
     """
-    return ".".join([value if type(value := key.value) is str else _plain(value) for key in path])
+    return ".".join([value if type(value := key.value) is str else plain_key(value) for key in path])
+
+
+def plain_names(paths: Iterable[bytes]) -> list[str]:
+    """The plain names of encoded paths, much faster than by decoding them.
+
+    Raises:
+        CorruptError: Bytes that are no path.
+
+    >>> plain_names([encode_path(key_path("model", "layers", 0))])
+    ['model.layers.0']
+    """
+    return [_plain_name_of(path) for path in paths]
+
+
+def _plain_name_of(path: bytes) -> str:
+    """The plain name of an encoded path; keys that are short strings or integers are read without making components."""
+    parts: list[bytes] = []
+    at, end = 0, len(path)
+    while at + 1 < end:
+        tag, nbytes = path[at], path[at + 1]
+        raw = path[at + 2 : at + 2 + nbytes]
+        at += 2 + nbytes
+        if tag == _STR_TAG and nbytes < 0x80:
+            parts.append(raw)
+        elif tag == _INT_TAG and nbytes < 0x80:
+            parts.append(b"%d" % int.from_bytes(raw, "little", signed=True))
+        else:
+            return plain_name(decode_path(path))
+    try:
+        return b".".join(parts).decode("utf-8", "surrogatepass") if at == end else plain_name(decode_path(path))
+    except UnicodeDecodeError:
+        return plain_name(decode_path(path))
 
 
 def canonical_name(path: StatePath) -> str:
@@ -136,6 +168,31 @@ def canonical_name(path: StatePath) -> str:
     '$["a\\u0040b"][5][#3][(2)]'
     """
     return "$" + "".join([_bracket(key) for key in path])
+
+
+def canonical_names(paths: Iterable[bytes]) -> list[str]:
+    """The canonical names of encoded paths, much faster than by decoding them: most components occur again and again.
+
+    Raises:
+        CorruptError: Bytes that are no path.
+    """
+    spelled: dict[bytes, str] = {}
+    return [_canonical_name_of(path, spelled) for path in paths]
+
+
+def _canonical_name_of(path: bytes, spelled: dict[bytes, str]) -> str:
+    """The canonical name of an encoded path; `spelled` remembers short components."""
+    parts = ["$"]
+    at = 0
+    while at + 1 < len(path) and path[at + 1] < 0x80 and path[at] in _SHORT_TAGS and len(parts) <= MAX_DEPTH:
+        end = at + 2 + (path[at + 1] if path[at] in (_STR_TAG, _INT_TAG) else 0)
+        component = path[at:end]
+        text = spelled.get(component)
+        if text is None:
+            text = spelled[component] = canonical_name(decode_path(component))[1:]
+        parts.append(text)
+        at = end
+    return "".join(parts) if at == len(path) else canonical_name(decode_path(path))
 
 
 def spell_names(paths: Sequence[StatePath]) -> list[str]:
@@ -154,27 +211,49 @@ def spell_names(paths: Sequence[StatePath]) -> list[str]:
     >>> spell_names([key_path("a", "b"), key_path("a.b")])
     ['$["a"]["b"]', 'a.b']
     """
-    names = [plain_name(path) for path in paths]
+    return spell_plain_names([plain_name(path) for path in paths], paths.__getitem__)
+
+
+def spell_plain_names(plain: Sequence[str], path_at: Callable[[int], StatePath]) -> list[str]:
+    """`spell_names` for a caller that has the plain names already.
+
+    Args:
+        plain: The plain name of each path.
+        path_at: The path at a position; asked for the few whose name is not the plain one.
+    """
+    names = list(plain)
     taken = set(names)
     if len(taken) < len(names):
-        _spell_collisions(names, paths)
-    for index, name in enumerate(names):
-        if _is_special(name) and _is_reserved(name, taken):
-            names[index] = canonical_name(paths[index])
+        _spell_collisions(names, path_at)
+    if _may_be_reserved(names):
+        for index, name in enumerate(names):
+            if _is_special(name) and _is_reserved(name, taken):
+                names[index] = canonical_name(path_at(index))
     return names
 
 
-def _spell_collisions(names: list[str], paths: Sequence[StatePath]) -> None:
+def _spell_collisions(names: list[str], path_at: Callable[[int], StatePath]) -> None:
     groups: dict[str, list[int]] = {}
     for index, name in enumerate(names):
         groups.setdefault(name, []).append(index)
     for group in groups.values():
         if len(group) == 1:
             continue
-        keeper = min(group, key=lambda index: (len(paths[index]), encode_path(paths[index])))
-        for index in group:
-            if paths[index] != paths[keeper]:
-                names[index] = canonical_name(paths[index])
+        paths = {index: path_at(index) for index in group}
+        keeper = min(paths.values(), key=lambda path: (len(path), encode_path(path)))
+        for index, path in paths.items():
+            if path != keeper:
+                names[index] = canonical_name(path)
+
+
+def _may_be_reserved(names: Sequence[str]) -> bool:
+    """Look at all names at once: false when `_is_reserved` claims none of them."""
+    text = "\n".join(["", *names, ""])
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return True
+    return any(mark in text for mark in _RESERVED_MARKS)
 
 
 def _is_special(name: str) -> bool:
@@ -189,13 +268,14 @@ def _is_reserved(name: str, taken: set[str]) -> bool:
     return chunk is not None and chunk[1] in taken
 
 
-def _plain(value: KeyValue) -> str:
+def plain_key(value: KeyValue) -> str:
+    """How a key or a position is printed in a plain name."""
     if type(value) is str:
         return value
     if type(value) is int:
         return _int_text(value)
     if type(value) is tuple:
-        return f"({', '.join([_plain(item) for item in value])})"
+        return f"({', '.join([plain_key(item) for item in value])})"
     return repr(value)
 
 
@@ -229,110 +309,13 @@ def _exact(value: KeyValue) -> str:
     return repr(value)
 
 
-def _varint(number: int) -> bytes:
-    out = bytearray()
-    while number > 0x7F:
-        out.append(number & 0x7F | 0x80)
-        number >>= 7
-    out.append(number)
-    return bytes(out)
-
-
-def _encode_key(value: object, depth: int) -> bytes:
-    if type(value) is str:
-        return _sized(_STR, value.encode("utf-8", "surrogatepass"))
-    if type(value) is int:
-        return _sized(_INT, value.to_bytes((value.bit_length() + 8) // 8, "little", signed=True))
-    if value is None:
-        return _NONE
-    if type(value) is bool:
-        return _TRUE if value else _FALSE
-    if type(value) is bytes:
-        return _sized(_BYTES, value)
-    if type(value) is float and value == value:
-        return _FLOAT + struct.pack("<d", value)
-    if type(value) is tuple and depth < _MAX_TUPLE_DEPTH:
-        return _ITEMS + _varint(len(value)) + b"".join([_encode_key(item, depth + 1) for item in value])
-    raise _unsupported(value)
-
-
-def _sized(tag: bytes, raw: bytes) -> bytes:
-    nbytes = len(raw)
-    return tag + (nbytes.to_bytes(1, "little") if nbytes < 0x80 else _varint(nbytes)) + raw
-
-
-def _unsupported(value: object) -> UnsupportedValueError:
-    kind = type(value)
-    if kind is tuple:
-        reason = f"tuples nested more than {_MAX_TUPLE_DEPTH} deep"
-    elif kind is float:
-        reason = "NaN, which nothing is equal to"
-    else:
-        reason = f"type {kind.__module__}.{kind.__qualname__}"
-    return UnsupportedValueError(
-        f"a mapping has a key of {reason}; keys must be exactly str, int, bool, float, bytes, None or tuples of those: "
-        "convert it, for example to str"
-    )
-
-
-def _junk(at: int) -> CorruptError:
-    return CorruptError(f"the bytes of a path make no sense at offset {at}; the checkpoint's table of paths is damaged")
-
-
 def _decode_component(blob: bytes, at: int) -> tuple[PathKey, int]:
     tag = blob[at : at + 1]
     if tag in (_LIST, _TUPLE):
-        index, end = _read_varint(blob, at + 1)
+        index, end = read_varint(blob, at + 1)
         return position("list" if tag == _LIST else "tuple", index), end
     try:
-        value, end = _decode_key(blob, at, 0)
+        value, end = decode_key(blob, at)
         return PathKey("key", value), end
-    except (UnicodeDecodeError, UnsupportedValueError) as error:
-        raise _junk(at) from error
-
-
-def _decode_key(blob: bytes, at: int, depth: int) -> tuple[KeyValue, int]:
-    tag, at = blob[at : at + 1], at + 1
-    if tag == _NONE:
-        return None, at
-    if tag in (_TRUE, _FALSE):
-        return tag == _TRUE, at
-    if tag == _FLOAT:
-        raw, at = _take(blob, at, 8)
-        return float(struct.unpack("<d", raw)[0]), at
-    count, at = _read_varint(blob, at)
-    if tag == _ITEMS and depth < _MAX_TUPLE_DEPTH:
-        return _decode_items(blob, at, count, depth + 1)
-    raw, at = _take(blob, at, count)
-    if tag == _STR:
-        return raw.decode("utf-8", "surrogatepass"), at
-    if tag == _INT:
-        return int.from_bytes(raw, "little", signed=True), at
-    if tag == _BYTES:
-        return raw, at
-    raise _junk(at)
-
-
-def _decode_items(blob: bytes, at: int, count: int, depth: int) -> tuple[KeyValue, int]:
-    items: list[KeyValue] = []
-    for _ in range(count):
-        item, at = _decode_key(blob, at, depth)
-        items.append(item)
-    return tuple(items), at
-
-
-def _take(blob: bytes, at: int, count: int) -> tuple[bytes, int]:
-    if count > len(blob) - at:
-        raise _junk(at)
-    return blob[at : at + count], at + count
-
-
-def _read_varint(blob: bytes, at: int) -> tuple[int, int]:
-    number = shift = 0
-    while at < len(blob) and shift < 63:
-        number |= (blob[at] & 0x7F) << shift
-        shift += 7
-        at += 1
-        if blob[at - 1] < 0x80:
-            return number, at
-    raise _junk(at)
+    except UnsupportedValueError as error:
+        raise junk(at) from error

@@ -17,6 +17,7 @@ from dcp_core.dtype import DType
 from dcp_core.planning.leaves import DeviceTransfers, LocalTensor
 from dcp_torch import channel, elements
 from dcp_torch.describers import describe_tensor
+from dcp_torch.transfers import transfers_of
 
 
 class TorchAdapter:
@@ -60,7 +61,7 @@ class TorchAdapter:
 
     def transfers(self, view: torch.Tensor) -> DeviceTransfers | None:
         """How parts of a tensor on an accelerator travel to and from page-locked memory; None for host tensors."""
-        return None
+        return transfers_of(view)
 
     def process_group(self, group: Any = None, *, with_channel: bool = True) -> ProcessGroup:
         """The group of this process: `group`, or the job's default one, or a group of one.

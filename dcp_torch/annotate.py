@@ -17,6 +17,9 @@ from dcp_core.errors import ArgumentError
 from dcp_torch.elements import storage_identity
 
 _ATTRIBUTE = "_dcp_chunk"
+_noted_storages = False
+"""Whether this process has noted anything on a storage; until then none is looked at."""
+
 _Tensor = TypeVar("_Tensor", bound=torch.Tensor)
 
 
@@ -105,6 +108,7 @@ def annotate_shard(
         ArgumentError: Not a tensor, offsets or a shape that are no sequences of whole numbers, or a part that does
             not lie in the global tensor.
     """
+    global _noted_storages
     if not isinstance(tensor, torch.Tensor):
         raise ArgumentError(
             f"annotate_shard notes something on a torch.Tensor; got {tensor!r}, a {type(tensor).__name__}"
@@ -114,6 +118,7 @@ def annotate_shard(
     setattr(tensor, _ATTRIBUTE, chunk)
     key = _key(tensor)
     if key is not None:
+        _noted_storages = True
         storage = tensor.untyped_storage()
         notes: dict[Hashable, ChunkInfo] = getattr(storage, _ATTRIBUTE, {})
         setattr(storage, _ATTRIBUTE, {**notes, key: chunk})
@@ -128,7 +133,7 @@ def chunk_of(tensor: torch.Tensor) -> ChunkInfo | None:
     """
     chunk: ChunkInfo | None = getattr(tensor, _ATTRIBUTE, None)
     if chunk is None:
-        notes = getattr(tensor.untyped_storage(), _ATTRIBUTE, None)
+        notes = getattr(tensor.untyped_storage(), _ATTRIBUTE, None) if _noted_storages else None
         key = _key(tensor) if notes else None
         return notes[key] if notes and key in notes else None
     if chunk.sizes != tuple(tensor.shape):
@@ -137,6 +142,13 @@ def chunk_of(tensor: torch.Tensor) -> ChunkInfo | None:
             "call annotate_shard() again"
         )
     return chunk
+
+
+def has_note(tensor: torch.Tensor) -> bool:
+    """Whether something was noted on this tensor, or on tensors that share its memory; `chunk_of` tells what."""
+    if getattr(tensor, _ATTRIBUTE, None) is not None:
+        return True
+    return _noted_storages and hasattr(tensor.untyped_storage(), _ATTRIBUTE)
 
 
 def _key(tensor: torch.Tensor) -> Hashable | None:

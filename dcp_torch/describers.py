@@ -7,16 +7,17 @@ tensor's mesh holds nothing of it. Types that are not imported are not looked fo
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from dcp_core.box import Box, flat_range_to_boxes
+from dcp_core.dtype import DTYPES, Kind
 from dcp_core.errors import ArgumentError, UnsupportedValueError
-from dcp_core.planning.leaves import LocalTensor, TensorAccess
-from dcp_torch.annotate import ChunkInfo, chunk_of
-from dcp_torch.elements import dtype_of, storage_identity
+from dcp_core.planning.leaves import LocalTensor, TensorAccess, whole_shape, whole_tensor
+from dcp_torch.annotate import ChunkInfo, chunk_of, has_note
+from dcp_torch.elements import contiguous_identity, dtype_of, storage_identity
 from dcp_torch.sharding import Layout, local_layout, placement_cuts
 
 if TYPE_CHECKING:
@@ -25,6 +26,14 @@ if TYPE_CHECKING:
     from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
+_SIMPLE_DTYPES = {
+    getattr(torch, dtype.name): dtype
+    for dtype in DTYPES
+    if dtype.kind is not Kind.COMPLEX and hasattr(torch, dtype.name)
+}
+_device_types: dict[torch.device, str] = {}
+_layouts: dict[Hashable, Layout] = {}
+_MOST_LAYOUTS = 4096
 _LAYOUT_REMEDY = {
     torch.sparse_coo: "to_dense()",
     torch.sparse_csr: "to_dense()",
@@ -44,6 +53,9 @@ def describe_tensor(value: torch.Tensor, access: TensorAccess) -> LocalTensor:
     Raises:
         UnsupportedValueError: A tensor that cannot be stored as it is; the message says what to do.
     """
+    simple = _describe_simple(value, access)
+    if simple is not None:
+        return simple
     special = _special_describer(value)
     if special is not None:
         return special(value, access)
@@ -53,6 +65,32 @@ def describe_tensor(value: torch.Tensor, access: TensorAccess) -> LocalTensor:
     except ArgumentError as error:
         raise UnsupportedValueError(str(error)) from error
     return _describe_whole(memory, access) if chunk is None else _describe_annotated(memory, chunk, access)
+
+
+def _describe_simple(value: torch.Tensor, access: TensorAccess) -> LocalTensor | None:
+    """Describe a plain, whole, contiguous tensor, as nearly all are; None for others, and for what must be refused.
+
+    It says what the rest of this module says, in a few calls of torch: this runs once a tensor at every save and load.
+    """
+    if type(value) is not torch.Tensor and type(value) is not torch.nn.Parameter:
+        return None
+    dtype = _SIMPLE_DTYPES.get(value.dtype)
+    if dtype is None or value.is_nested:
+        return None
+    if value.layout is not torch.strided or not value.is_contiguous() or value.is_neg():
+        return None
+    device = _device_type(value.device)
+    if device == "meta" or has_note(value):
+        return None
+    whole = whole_shape(value.shape)
+    view = value.detach() if value.requires_grad else value
+    storage = contiguous_identity(value, whole.shape) if whole.boxes else None
+    return whole_tensor(whole, dtype, view, access, device, storage)
+
+
+def _device_type(device: torch.device) -> str:
+    """The `type` of a device, which torch makes anew each time."""
+    return _device_types.get(device) or _device_types.setdefault(device, device.type)
 
 
 def _special_describer(value: torch.Tensor) -> Callable[[Any, TensorAccess], LocalTensor] | None:
@@ -77,6 +115,9 @@ def plain_memory(value: torch.Tensor) -> torch.Tensor:
     Raises:
         UnsupportedValueError: It is of an unknown subclass, or has no strided memory.
     """
+    if type(value) in _PLAIN_TYPES:
+        _check_memory(value)
+        return value.detach()
     if _is_a(value, "torch.distributed._functional_collectives", "AsyncCollectiveTensor"):
         value = value.trigger_wait()  # type: ignore[attr-defined]  # of that subclass
     if isinstance(value, (torch.nn.UninitializedParameter, torch.nn.UninitializedBuffer)):
@@ -150,22 +191,37 @@ def describe_dtensor(value: DTensor, access: TensorAccess) -> LocalTensor:
     Raises:
         UnsupportedValueError: A `Partial`, or a local tensor that is not shaped as the placements say.
     """
-    shape = tuple(value.shape)
-    coordinate = value.device_mesh.get_coordinate()
+    shape, mesh = tuple(value.shape), value.device_mesh
+    coordinate = mesh.get_coordinate()
     local: torch.Tensor = value._local_tensor
     if coordinate is None:
         return _described(shape, local, (), (), access, dtype=value.dtype)
     if _is_a(local, "torch.distributed.tensor._shards_wrapper", "LocalShardsWrapper"):
         wrapper = cast("LocalShardsWrapper", local)
         return _describe_shards(shape, wrapper.local_shards(), wrapper.local_offsets(), access, value.dtype)
-    order = {entry.tensor_dim: entry.mesh_dims for entry in value._spec.shard_order or ()}
-    cuts = placement_cuts(value.placements, value.device_mesh.shape, coordinate, len(shape), order)
-    layout = local_layout(shape, cuts)
+    layout = _layout(shape, value._spec, tuple(mesh.shape), tuple(coordinate))
     memory = plain_memory(local)
     _check_local_shape(value, memory, layout)
     whole = len(layout.boxes) == 1
     views = [memory if whole else memory[slices] for slices in layout.slices]
     return _described(shape, memory, layout.boxes, views, access)
+
+
+def _layout(shape: tuple[int, ...], spec: Any, mesh_shape: tuple[int, ...], coordinate: tuple[int, ...]) -> Layout:
+    """Where a local tensor lies; computed once for all tensors of a shape that are placed alike.
+
+    Placements are told apart here by what is used of them: torch calls a `Shard` equal to some `_StridedShard`s.
+    """
+    placed = tuple([(type(p), getattr(p, "dim", None), getattr(p, "split_factor", 1)) for p in spec.placements])
+    order = tuple([(entry.tensor_dim, tuple(entry.mesh_dims)) for entry in spec.shard_order or ()])
+    key = (shape, placed, mesh_shape, coordinate, order)
+    found = _layouts.get(key)
+    if found is None:
+        cuts = placement_cuts(spec.placements, mesh_shape, coordinate, len(shape), dict(order))
+        if len(_layouts) >= _MOST_LAYOUTS:
+            _layouts.clear()
+        found = _layouts[key] = local_layout(shape, cuts)
+    return found
 
 
 def _check_local_shape(value: DTensor, memory: torch.Tensor, layout: Layout) -> None:
@@ -220,17 +276,16 @@ def _described(
         dtype = torch.get_default_dtype() if memory is None else memory.dtype
     held = [(box, view) for box, view in zip(boxes, views, strict=True) if view.numel()]
     if storage_of:
-        keys = [storage_identity(view) for _, view in held]
-        storage = tuple(keys) if keys else None
+        storage: Hashable = tuple([storage_identity(view) for _, view in held]) or None
     else:
-        storage = storage_identity(memory) if held and memory is not None else None  # type: ignore[assignment]  # a key or a tuple of keys
+        storage = storage_identity(memory) if held and memory is not None else None
     return LocalTensor(
         global_shape=shape,
         dtype=dtype_of(dtype),
         boxes=tuple(box for box, _ in held),
         views=tuple(view for _, view in held),
         access=access,
-        device="cpu" if memory is None else memory.device.type,
+        device="cpu" if memory is None else _device_type(memory.device),
         storage=storage,
         plain=plain,
         replica_ranks=replica_ranks,

@@ -64,14 +64,21 @@ def host_bits(tensor: torch.Tensor) -> npt.NDArray[Any] | None:
         An array of the tensor's shape and strides, dtype `DType.bits`; None when the values do not lie in host memory
         as they are (on a device, or conjugated or negated lazily).
     """
-    if tensor.device.type != "cpu" or _is_lazy(tensor):
+    if not tensor.is_cpu:
         return None
-    dtype = dtype_of(tensor.dtype)
-    plain = tensor.detach()
+    dtype = _OF_TORCH.get(tensor.dtype) or dtype_of(tensor.dtype)
+    plain = tensor.detach() if tensor.requires_grad else tensor
     if dtype.numpy is None:
+        if _is_lazy(tensor):
+            return None
         plain = plain.view(_BITS[dtype.itemsize])
-    array: npt.NDArray[Any] = plain.numpy()
-    return array.view(dtype.bits)
+    try:
+        array: npt.NDArray[Any] = plain.numpy()
+    except RuntimeError:  # what torch says of a lazy tensor; most are not, so they are not asked before
+        if _is_lazy(tensor):
+            return None
+        raise
+    return array if array.dtype is dtype.bits else array.view(dtype.bits)
 
 
 def read_bits(tensor: torch.Tensor) -> npt.NDArray[Any]:
@@ -80,8 +87,9 @@ def read_bits(tensor: torch.Tensor) -> npt.NDArray[Any]:
     Conjugated and negated views are resolved. A device tensor goes through `cpu()`, never through its storage, whose
     format may be the device's own.
     """
-    on_host = tensor.detach().resolve_conj().resolve_neg().cpu()
-    bits = host_bits(on_host)
+    bits = host_bits(tensor)
+    if bits is None:
+        bits = host_bits(tensor.detach().resolve_conj().resolve_neg().cpu())
     if bits is None:
         raise UnsupportedValueError(f"a tensor on {tensor.device} does not become a host tensor by cpu()")
     return bits
@@ -92,11 +100,12 @@ def tensor_of_bits(bits: npt.NDArray[Any], dtype: DType) -> torch.Tensor:
 
     Args:
         bits: dtype `DType.bits`, any shape and strides. What torch cannot share (read-only memory, negative or odd
-            strides) is copied.
+            strides, elements that are not aligned to their size) is copied.
         dtype: What the bits mean.
     """
     itemsize = dtype.itemsize
-    shareable = bits.flags.writeable and bits.flags.aligned and all(s >= 0 and s % itemsize == 0 for s in bits.strides)
+    is_aligned = bits.__array_interface__["data"][0] % itemsize == 0  # numpy lets complex numbers be aligned by halves
+    shareable = bits.flags.writeable and is_aligned and all(s >= 0 and s % itemsize == 0 for s in bits.strides)
     array = bits if shareable else np.array(bits, order="C")
     if dtype.numpy is None:
         return torch.from_numpy(array.view(f"<i{itemsize}" if itemsize > 1 else "u1")).view(torch_dtype_of(dtype))
@@ -131,9 +140,20 @@ def storage_identity(tensor: torch.Tensor) -> Hashable | None:
     """
     if tensor.numel() == 0:
         return None
-    strides = tuple(stride if size > 1 else 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    start = (tensor.untyped_storage().data_ptr(), tensor.storage_offset())
-    return (str(tensor.device), *start, tuple(tensor.shape), strides, tensor.dtype, tensor.is_conj(), tensor.is_neg())
+    shape, strides = tuple(tensor.shape), None
+    if not tensor.is_contiguous():
+        strides = tuple([stride if size > 1 else 0 for size, stride in zip(shape, tensor.stride(), strict=True)])
+    return (tensor.device, tensor.data_ptr(), shape, strides, tensor.dtype, tensor.is_conj(), tensor.is_neg())
+
+
+def contiguous_identity(tensor: torch.Tensor, shape: tuple[int, ...]) -> Hashable:
+    """`storage_identity` of a contiguous tensor with elements, neither conjugated nor negated lazily.
+
+    Args:
+        tensor: The tensor.
+        shape: Its shape.
+    """
+    return (tensor.device, tensor.data_ptr(), shape, None, tensor.dtype, False, False)
 
 
 def writable_problem(tensor: torch.Tensor) -> str | None:
@@ -144,6 +164,8 @@ def writable_problem(tensor: torch.Tensor) -> str | None:
     >>> writable_problem(torch.zeros(1, 3).expand(2, 3)) is None, writable_problem(torch.zeros(2, 3)) is None
     (False, True)
     """
+    if tensor.is_contiguous():
+        return None
     walked = sorted((stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1)
     if tensor.numel() == 0 or not walked:
         return None

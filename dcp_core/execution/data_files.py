@@ -5,12 +5,13 @@ Goes in: a row of the metadata's `FileColumns`. Comes out: an open file with the
 
 from __future__ import annotations
 
+import errno
 from collections import OrderedDict
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from threading import Lock
 from types import TracebackType
 
-from dcp_core.errors import IncompleteError, NotFoundError
+from dcp_core.errors import IncompleteError, NotFoundError, StorageError
 from dcp_core.file_names import data_file_name
 from dcp_core.formats.checksums import ChecksumTable
 from dcp_core.formats.safetensors_file import SAVE_ID_START, FileFacts, check_facts, check_save_id, read_checksums
@@ -21,19 +22,86 @@ OPEN_FILES = 16
 """Files that are kept open at once."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class OpenFile:
-    """A data file that is the right one.
+    """A data file that is the right one. Several threads may read from it at a time.
 
     Attributes:
         facts: What the metadata says about it.
-        handle: For reading.
         checksums: Of its data; None when nothing is to be checked.
+
+    Args:
+        storage: Where it lies.
+        facts: What the metadata says about it.
+        verify: Whether its checksums are wanted.
+
+    Raises:
+        IncompleteError: It is gone, or of another size.
+        CorruptError: It is another save's file, or its header has been changed.
     """
 
-    facts: FileFacts
-    handle: ReadHandle
-    checksums: ChecksumTable | None
+    def __init__(self, storage: Storage, facts: FileFacts, *, verify: bool) -> None:
+        self.facts = facts
+        self._storage = storage
+        self._verify = verify
+        self._lock = Lock()
+        self._stale: ReadHandle | None = None
+        self._handle, self.checksums = self._open()
+
+    def read(self, offset: int, targets: Sequence[memoryview]) -> None:
+        """Fill targets one after another from the byte at `offset`.
+
+        A handle that a file server has forgotten is replaced once, if the name still belongs to the same file.
+
+        Args:
+            offset: Byte position in the file.
+            targets: Contiguous, writable bytes (format "B").
+        """
+        handle = self._handle
+        try:
+            handle.read_scattered(offset, targets)
+        except StorageError as error:
+            if error.errno != errno.ESTALE or not self._is_replaced(handle):
+                raise
+            self._handle.read_scattered(offset, targets)
+
+    def close(self) -> None:
+        """Close the file; twice is fine."""
+        self._handle.close()
+        if self._stale is not None:
+            self._stale.close()
+
+    def _is_replaced(self, handle: ReadHandle) -> bool:
+        """Open the file anew, unless another thread has done so; False when that was in vain already."""
+        with self._lock:
+            if self._handle is handle:
+                if self._stale is not None:
+                    return False
+                self._handle, self._stale = self._open()[0], handle  # others may be reading from it: closed at the end
+            return True
+
+    def _open(self) -> tuple[ReadHandle, ChecksumTable | None]:
+        try:
+            handle = self._storage.open_read(self.facts.name)
+        except NotFoundError as error:
+            where = self._storage.describe()
+            raise IncompleteError(f"{self.facts.name} was removed from {where} during the load; load again") from error
+        try:
+            return handle, self._identify(handle)
+        except BaseException:
+            handle.close()
+            raise
+
+    def _identify(self, handle: ReadHandle) -> ChecksumTable | None:
+        facts = self.facts
+        _compare_size(self._storage, facts, handle.nbytes)
+        if self._verify:
+            header = bytearray(facts.data_start)
+            handle.read_into(0, memoryview(header))
+            return read_checksums(bytes(header), facts)
+        found = bytearray(32)
+        handle.read_into(SAVE_ID_START, memoryview(found))
+        check_save_id(bytes(found), facts.save_id, facts.name)
+        return None
 
 
 def file_facts(files: FileColumns, save: SaveRecord, row: int) -> FileFacts:
@@ -52,7 +120,10 @@ def check_size(storage: Storage, facts: FileFacts) -> None:
     Raises:
         IncompleteError: It is missing, or of another size.
     """
-    found = storage.size(facts.name)
+    _compare_size(storage, facts, storage.size(facts.name))
+
+
+def _compare_size(storage: Storage, facts: FileFacts, found: int | None) -> None:
     if found == facts.nbytes:
         return
     problem = "is missing" if found is None else f"has {found} bytes, expected {facts.nbytes}"
@@ -78,7 +149,7 @@ class TensorFiles:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         while self._open:
-            self._open.popitem()[1].handle.close()
+            self._open.popitem()[1].close()
 
     def facts(self, row: int) -> FileFacts:
         """What the metadata says about one file."""
@@ -96,10 +167,16 @@ class TensorFiles:
             check_facts(facts)
             check_size(self._storage, facts)
 
+    @property
+    def next_to_close(self) -> OpenFile | None:
+        """The file that `get` closes before it opens another; it must not be in use then."""
+        return next(iter(self._open.values())) if len(self._open) >= OPEN_FILES else None
+
     def get(self, row: int) -> OpenFile:
-        """Open a file, or find it open.
+        """Open a file, or find it open. The one that was asked for longest ago is closed where there are too many.
 
         Raises:
+            IncompleteError: It is gone, or of another size.
             CorruptError: It is another save's file, or its header has been changed.
         """
         found = self._open.get(row)
@@ -107,31 +184,9 @@ class TensorFiles:
             self._open.move_to_end(row)
             return found
         while len(self._open) >= OPEN_FILES:
-            self._open.popitem(last=False)[1].handle.close()
+            self._open.popitem(last=False)[1].close()
         facts = self.facts(row)
         check_facts(facts)
-        handle = self._open_read(facts)
-        try:
-            opened = OpenFile(facts, handle, self._identify(handle, facts))
-        except BaseException:
-            handle.close()
-            raise
+        opened = OpenFile(self._storage, facts, verify=self._verify)
         self._open[row] = opened
         return opened
-
-    def _open_read(self, facts: FileFacts) -> ReadHandle:
-        try:
-            return self._storage.open_read(facts.name)
-        except NotFoundError as error:
-            where = self._storage.describe()
-            raise IncompleteError(f"{facts.name} was removed from {where} during the load; load again") from error
-
-    def _identify(self, handle: ReadHandle, facts: FileFacts) -> ChecksumTable | None:
-        if self._verify:
-            header = bytearray(facts.data_start)
-            handle.read_into(0, memoryview(header))
-            return read_checksums(bytes(header), facts)
-        found = bytearray(32)
-        handle.read_into(SAVE_ID_START, memoryview(found))
-        check_save_id(bytes(found), facts.save_id, facts.name)
-        return None

@@ -21,7 +21,6 @@ from dcp_core.errors import ArgumentError, DcpError, NotFoundError, StorageError
 from dcp_core.execution.data_files import TensorFiles
 from dcp_core.execution.interfaces import (
     CheckpointId,
-    FileRecord,
     MetadataDraft,
     PlannedRead,
     PlannedWrite,
@@ -36,10 +35,11 @@ from dcp_core.execution.interfaces import (
 from dcp_core.execution.object_files import ObjectFiles
 from dcp_core.execution.present_metadata import metadata_name, open_present, refuse_unknown, replacement_explained
 from dcp_core.execution.read_engine import read_tensors
-from dcp_core.execution.write_engine import write_objects, write_tensors
+from dcp_core.execution.write_engine import write_files
 from dcp_core.file_names import data_file_name
 from dcp_core.formats.metadata_file import assemble, file_names, open_bytes
 from dcp_core.metadata import FileColumns, Metadata, MetadataSource, StoredObject
+from dcp_core.planning.span_columns import columns_of
 from dcp_core.storage.base import Storage
 from dcp_core.storage.commit import Opening, abort, begin, commit, heartbeat
 from dcp_core.storage.local import LocalStorage
@@ -174,16 +174,12 @@ class FileSystemWriter(StorageWriter):
         """Write this rank's data files; a rank with nothing to write makes none."""
         started = time.perf_counter()
         context, storage = self._configured(), self._directory.storage
-        spans, objects = plan.spans(), plan.objects()
-        files = []
-        if spans:
-            files.append(self._note(write_tensors(storage, context, spans, planner)))
-        if objects:
-            files.append(self._note(write_objects(storage, context, objects, planner)))
+        files = write_files(storage, context, plan.spans(), plan.objects(), planner)
+        self._written = [data_file_name(file.rank, file.part, file.kind, context.suffix) for file in files]
         if files and context.durable:
             storage.sync()
         data_nbytes = sum(file.nbytes - file.data_start for file in files)
-        return WriteResult(context.rank, tuple(files), time.perf_counter() - started, data_nbytes)
+        return WriteResult(context.rank, files, time.perf_counter() - started, data_nbytes)
 
     def finalize_checkpoint(self, metadata: MetadataDraft, results: Sequence[WriteResult]) -> Metadata:
         """Check that all data files are there, and commit."""
@@ -228,12 +224,6 @@ class FileSystemWriter(StorageWriter):
         self._opening, self._written = None, []
         with suppress(DcpError):
             abort(self._directory.storage, opening, names, files_of=file_names)
-
-    def _note(self, file: FileRecord) -> FileRecord:
-        """Remember what has been written, so that an abort removes that and nothing else."""
-        suffix = self._configured().suffix
-        self._written.append(data_file_name(file.rank, file.part, file.kind, suffix))
-        return file
 
     def _configured(self) -> WriteContext:
         if self._context is None:
@@ -280,8 +270,9 @@ class FileSystemReader(StorageReader):
 
     def check_files(self, plan: PlannedRead) -> None:
         """See that the files of a plan are there and have their sizes."""
+        rows = np.unique(columns_of(plan.spans()).file).tolist()
         with self._reading() as source, self._tensor_files(source, verify=False) as files:
-            files.check_sizes(sorted({span.file for span in plan.spans()}))
+            files.check_sizes(rows)
 
     def read_object(self, stored: StoredObject) -> bytes:
         """Read one object's bytes; always checked."""

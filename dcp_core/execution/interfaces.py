@@ -19,7 +19,7 @@ from dcp_core.dtype import DType
 from dcp_core.errors import CoordinationError, StorageError
 from dcp_core.metadata import Metadata, SaveRecord, StoredObject, WriterRecord
 from dcp_core.planning.items import ReadItem, WriteItem
-from dcp_core.planning.leaves import TensorAccess
+from dcp_core.planning.leaves import DeviceBits, TensorAccess
 
 if TYPE_CHECKING:
     from dcp_core.formats.metadata_file import EncodedBody
@@ -182,12 +182,17 @@ class PlannedChunk(Protocol):
         """Its length."""
         ...
 
+    @property
+    def part(self) -> int:
+        """Which of the rank's tensor files it lies in; `byte_offset` counts in that file's data section."""
+        ...
+
 
 class PlannedWrite(Protocol):
     """What execution needs of a `SavePlan`."""
 
     def spans(self) -> Sequence[PlannedChunk]:
-        """The chunks of this rank's tensor file, in the order of their bytes."""
+        """The chunks of this rank's tensor files, part after part from 0 on, each in the order of its bytes."""
         ...
 
     def objects(self) -> Sequence[WriteItem]:
@@ -198,7 +203,7 @@ class PlannedWrite(Protocol):
 class WriteSource(Protocol):
     """What execution needs of a `SavePlanner`."""
 
-    def get_data(self, item: WriteItem) -> npt.NDArray[Any] | bytes:
+    def get_data(self, item: WriteItem) -> npt.NDArray[Any] | DeviceBits | bytes:
         """The raw bits of a region (dtype `DType.bits`, shape `item.sizes`, any strides), or an object's bytes."""
         ...
 
@@ -246,7 +251,10 @@ class PlannedRead(Protocol):
 
 
 class ReadTarget(Protocol):
-    """What execution needs of a `LoadPlanner`."""
+    """What execution needs of a `LoadPlanner`. Called on the thread that loads, in the order of the regions.
+
+    One that has `acquire_batch` and `apply_batch`, as a `LoadPlanner` does, is asked for many regions at once.
+    """
 
     def acquire_tensor(self, item: ReadItem) -> Any:
         """The view that the region goes to, of shape `item.lengths`."""

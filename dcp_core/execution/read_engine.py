@@ -1,30 +1,44 @@
-"""Reads regions of chunks into their targets.
+"""Reads regions of chunks into their targets, at the speed of the hardware and in bounded memory.
 
-Goes in: planned regions, each with its file and chunk, and whoever says where it belongs. A run of bytes that is
-contiguous in the chunk and in a host target is read straight into it; anything else comes through one reused buffer.
-Blocks that are read whole are checked against their checksums right after reading, while they are in cache.
+Goes in: planned regions, each with its file and chunk, and whoever says where it belongs. The calling thread asks the
+planner for targets, a few hundred regions at a time, and makes tasks of them; a few threads read, check and convert;
+then the calling thread tells the planner. Bytes that are contiguous in the file and in host memory are read straight
+into their places, many places a call; anything else comes through a few reused buffers.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
-from math import prod
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from dcp_core.box import Box, contains, flat_range_to_boxes, intersect, relative, slices
-from dcp_core.dtype import DType
-from dcp_core.errors import CorruptError, IncompleteError, PlanningError, ShapeMismatchError
+from dcp_core.execution import read_ranges, read_requests
+from dcp_core.execution.buffer_ring import BufferRing
 from dcp_core.execution.data_files import OpenFile, TensorFiles
 from dcp_core.execution.interfaces import PlannedRegion, ReadContext, ReadTarget
-from dcp_core.execution.read_ranges import element_ranges, widen
-from dcp_core.formats.checksums import BLOCK_BYTES, block_checksum
-from dcp_core.planning.leaves import TensorAccess
+from dcp_core.execution.read_batches import Batch, FileRows
+from dcp_core.execution.read_checks import check_before_reading, first_blocks
+from dcp_core.execution.read_placing import Acquired, Lane
+from dcp_core.execution.read_ranges import hulls_of
+from dcp_core.execution.read_tasks import TaskReader, Work, give_back
+from dcp_core.execution.read_threads import Crew, usable_threads
+from dcp_core.formats import checksums
+from dcp_core.metadata import Int64
+from dcp_core.planning.leaves import DeviceTransfers
+from dcp_core.planning.span_columns import SpanColumns, columns_of
 
-SEGMENT_BYTES = 4 * BLOCK_BYTES
-"""Size of the buffer for what cannot be read straight into its target."""
+BATCH_ROWS = 256
+BATCH_BYTES = 32 << 20
+"""Regions whose targets are asked for at once: so many, of so many bytes together; at least one."""
+
+TASKS_AHEAD = 8
+"""Tasks that wait or run before the calling thread waits for one to be done."""
+
+THREAD_BYTES = 4 << 20
+"""A thread is worth its start from so many bytes on."""
 
 
 def read_tensors(files: TensorFiles, context: ReadContext, spans: Sequence[PlannedRegion], target: ReadTarget) -> None:
@@ -34,7 +48,8 @@ def read_tensors(files: TensorFiles, context: ReadContext, spans: Sequence[Plann
         files: The checkpoint's tensor files.
         context: Which load, and what to check.
         spans: Regions, best file after file and by byte offset.
-        target: Says where each belongs.
+        target: Says where each belongs. Called on the calling thread only, in the order of the regions; several are
+            acquired before the first of them is applied.
 
     Raises:
         IncompleteError: A file is missing or of another size; then no target has been touched.
@@ -42,197 +57,170 @@ def read_tensors(files: TensorFiles, context: ReadContext, spans: Sequence[Plann
         CorruptError: Bytes contradict their checksum; targets are undefined from then on.
         StorageError: The storage refused.
     """
-    _check_spans(files, spans)
-    engine = _ReadEngine(files, context, target)
-    for span in spans:
-        engine.read(span)
-
-
-def _check_spans(files: TensorFiles, spans: Sequence[PlannedRegion]) -> None:
-    rows = {span.file for span in spans}
-    files.check_sizes(sorted(rows))
-    room = {row: files.facts(row).data_nbytes for row in rows}
-    for span in spans:
-        item, sizes = span.item, span.chunk_sizes
-        if len(sizes) != len(item.lengths) or len(sizes) != len(item.storage_offsets):
-            raise PlanningError(f"{item.storage_index.fqn}: a region of another rank than its chunk of {sizes}")
-        for start, length, size in zip(item.storage_offsets, item.lengths, sizes, strict=True):
-            if start < 0 or length < 0 or start + length > size:
-                raise PlanningError(
-                    f"{item.storage_index.fqn}: the region of {item.lengths} from {item.storage_offsets} on lies "
-                    f"outside of its chunk of {sizes}"
-                )
-        if span.byte_offset < 0 or span.byte_offset + prod(sizes) * span.dtype.itemsize > room[span.file]:
-            raise IncompleteError(
-                f"{item.storage_index.fqn}: its chunk lies outside of {files.facts(span.file).name}, "
-                f"whose data has {room[span.file]} bytes"
-            )
+    if not len(spans):
+        return
+    columns = columns_of(spans)
+    check_before_reading(files, spans, columns)
+    engine = _ReadEngine(files, context, spans, columns, target)
+    try:
+        engine.run()
+    finally:
+        engine.close()
 
 
 class _ReadEngine:
-    def __init__(self, files: TensorFiles, context: ReadContext, target: ReadTarget) -> None:
+    def __init__(
+        self,
+        files: TensorFiles,
+        context: ReadContext,
+        spans: Sequence[PlannedRegion],
+        columns: SpanColumns,
+        target: ReadTarget,
+    ) -> None:
         self._files = files
-        self._context = context
+        self._is_full = context.verify == "full"
+        self._spans = spans
+        self._columns = columns
+        self._hulls = hulls_of(columns)
         self._target = target
-        self._segment = np.empty(0, np.uint8)
+        threads = min(usable_threads(), int(self._hulls.nbytes.sum()) // THREAD_BYTES)
+        if getattr(spans, "share_memory", False):
+            threads = 0  # of targets that share memory the last one wins, as it is read last
+        scratch = memoryview(bytearray(read_ranges.GAP_BYTES))
+        self._reader = TaskReader(scratch, lambda row: spans[row].item.storage_index.fqn, context.rank)
+        self._crew = Crew(self._reader.carry_out, threads)
+        self._rings = _Rings(2 * max(threads, 1))
+        self._open: deque[Batch] = deque()
 
-    def read(self, span: PlannedRegion) -> None:
-        """Read one region into its target."""
-        item = span.item
-        view = self._target.acquire_tensor(item)
-        region = Box(item.storage_offsets, item.lengths)
-        if not region.is_empty:
-            destination = _Destination(view, self._target.access(item), span, region)
-            chunk = _ChunkBytes(self._files.get(span.file), span, self._context)
-            memory = destination.memory(region) if region.sizes == chunk.sizes else None
-            if memory is not None:
-                chunk.read_into(0, memory)
-            else:
-                self._read_ranges(span, chunk, destination)
-        self._target.apply_tensor(item, view)
+    def run(self) -> None:
+        """Read all, and tell the planner."""
+        column = self._columns.file
+        edges = [0, *(np.flatnonzero(column[1:] != column[:-1]) + 1).tolist(), len(column)]
+        for first, last in pairwise(edges):
+            rows = self._rows_of(self._file(int(column[first])), first, last)
+            for start, stop in _batches(rows.hulls.nbytes):
+                batch = rows.batch(start, stop, self._acquire(first + start, first + stop))
+                self._open.append(batch)
+                self._hand_in(batch)
+        while self._crew.in_flight:
+            self._advance(wait=True)
+        self._apply()
 
-    def _read_ranges(self, span: PlannedRegion, chunk: _ChunkBytes, destination: _Destination) -> None:
-        itemsize = chunk.dtype.itemsize
-        ranges = element_ranges(span.chunk_sizes, destination.region, itemsize)
-        if self._context.verify == "full" and len(ranges) > 1:
-            ranges = widen(ranges, BLOCK_BYTES // itemsize, prod(span.chunk_sizes))
-        for start, stop in ranges:
-            self._read_range(chunk, destination, start, stop)
+    def close(self) -> None:
+        """Let what has begun end; nothing is in use afterwards."""
+        self._rings.close()
+        for work in self._crew.stop():
+            give_back(work)
 
-    def _read_range(self, chunk: _ChunkBytes, destination: _Destination, start: int, stop: int) -> None:
-        """Read a flat range of a chunk's elements, and put what of it is wanted in its place."""
-        boxes = flat_range_to_boxes(chunk.sizes, start, stop)
-        itemsize = chunk.dtype.itemsize
-        direct = destination.memory(boxes[0]) if len(boxes) == 1 else None
-        if direct is not None:
-            chunk.read_into(start * itemsize, direct)
-            return
-        for low, high in _pieces(start, stop, SEGMENT_BYTES // itemsize):
-            raw = self._buffer((high - low) * itemsize)
-            chunk.read_into(low * itemsize, raw.data)
-            _scatter(raw.view(chunk.dtype.bits), flat_range_to_boxes(chunk.sizes, low, high), destination)
+    def _file(self, row: int) -> OpenFile:
+        """Open a file, once nobody reads from the one that is closed for it."""
+        closed = self._files.next_to_close
+        while closed is not None and any(batch.left and batch.file is closed for batch in self._open):
+            self._advance(wait=True)
+        return self._files.get(row)
 
-    def _buffer(self, nbytes: int) -> npt.NDArray[np.uint8]:
-        if len(self._segment) < nbytes:
-            self._segment = np.empty(nbytes, np.uint8)
-        return self._segment[:nbytes]
-
-
-def _pieces(start: int, stop: int, granule: int) -> Iterator[tuple[int, int]]:
-    """Cut a range at the multiples of `granule`."""
-    while start < stop:
-        end = min(stop, (start // granule + 1) * granule)
-        yield start, end
-        start = end
-
-
-def _index(box: Box, origin: tuple[int, ...]) -> Any:
-    """What selects a box, and gives an array even without dimensions."""
-    return (*slices(box, origin), ...)
-
-
-def _scatter(bits: npt.NDArray[Any], boxes: Sequence[Box], destination: _Destination) -> None:
-    """Put the wanted parts of boxes that lie back to back in `bits` in their places."""
-    position = 0
-    for box in boxes:
-        part = intersect(box, destination.region)
-        if part is not None:
-            whole = bits[position : position + box.numel].reshape(box.sizes)
-            destination.put(part, whole[_index(part, box.offsets)])
-        position += box.numel
-
-
-class _Destination:
-    """Where the elements of one region go; boxes are in elements from the chunk's start."""
-
-    def __init__(self, view: Any, access: TensorAccess, span: PlannedRegion, region: Box) -> None:
-        self.region = region
-        self._view = view
-        self._access = access
-        self._dtype = span.dtype
-        self._host = _host_of(view, access, span) if span.dtype == span.target_dtype else None
-
-    def memory(self, box: Box) -> memoryview | None:
-        """The target's own memory for a box, if it is one run of bytes on the host."""
-        if self._host is None or (box is not self.region and not contains(self.region, box)):
-            return None
-        part = self._host if box is self.region else self._host[_index(box, self.region.offsets)]
-        return part.reshape(-1).view(np.uint8).data if part.flags.c_contiguous else None
-
-    def put(self, box: Box, bits: npt.NDArray[Any]) -> None:
-        """Write elements into the target."""
-        if self._host is not None:
-            self._host[_index(box, self.region.offsets)] = bits
-            return
-        part = self._view if box == self.region else self._access.narrow(self._view, self._inside(box))
-        self._access.copy_into(part, bits, self._dtype)
-
-    def _inside(self, box: Box) -> Box:
-        return relative(box, self.region.offsets)
-
-
-def _host_of(view: Any, access: TensorAccess, span: PlannedRegion) -> npt.NDArray[Any] | None:
-    """The target as a writable host array of the stored bits, if it has that."""
-    host = access.host_array(view)
-    if host is None or not host.flags.writeable or host.dtype != span.dtype.bits:
-        return None
-    if host.shape != span.item.lengths:
-        raise ShapeMismatchError(
-            f"{span.item.dest_index.fqn}: the planner's acquire_tensor gives the shape {host.shape}, expected "
-            f"{span.item.lengths}"
+    def _rows_of(self, file: OpenFile, first: int, last: int) -> FileRows:
+        columns, hulls = self._columns.part(first, last), self._hulls.part(first, last)
+        spans = self._spans
+        return FileRows(
+            file,
+            first,
+            columns,
+            hulls,
+            first_blocks(file, columns, hulls.chunk_nbytes, lambda row: spans[first + row].item.storage_index.fqn),
+            self._is_full and file.checksums is not None,
+            lambda row: spans[row].item.dest_index.fqn,
         )
-    return host
+
+    def _acquire(self, first: int, last: int) -> Acquired:
+        """The targets of some rows."""
+        target = self._target
+        if hasattr(target, "acquire_batch"):
+            found: Acquired = target.acquire_batch(self._spans[first:last])
+            return found
+        items = [self._spans[row].item for row in range(first, last)]
+        return [(target.acquire_tensor(item), target.access(item)) for item in items]
+
+    def _hand_in(self, batch: Batch) -> None:
+        for task, lane in zip(batch.tasks, batch.lanes, strict=True):
+            ring = None if lane is None else self._ring(lane)
+            self._crew.hand_in(Work(batch, task, ring, lane is not None and lane.is_blocking))
+            while self._advance(wait=self._crew.in_flight >= TASKS_AHEAD):
+                pass
+
+    def _ring(self, lane: Lane) -> BufferRing:
+        """The ring of a lane's buffers; only one device has one at a time."""
+        if not self._rings.fits(lane.transfers):
+            while self._crew.in_flight:
+                self._advance(wait=True)
+        return self._rings.of(lane.transfers)
+
+    def _advance(self, *, wait: bool) -> bool:
+        """Take note of a task that is done; False when there is none."""
+        work = self._crew.next_done(wait=wait)
+        if work is None:
+            return False
+        if work.buffer is not None:
+            self._reader.empty(work)
+        work.batch.left -= 1
+        self._apply()
+        return True
+
+    def _apply(self) -> None:
+        """Tell the planner of the regions that are in, in order."""
+        while self._open and not self._open[0].left:
+            batch = self._open.popleft()
+            first, last = batch.first_row, batch.first_row + len(batch.views)
+            if hasattr(self._target, "apply_batch"):
+                self._target.apply_batch(self._spans[first:last], batch.views)
+                continue
+            for row, view in zip(range(first, last), batch.views, strict=True):
+                self._target.apply_tensor(self._spans[row].item, view)
 
 
-class _ChunkBytes:
-    """The bytes of one chunk, checked as they are read."""
+class _Rings:
+    """The rings of buffers: one of ordinary memory, one of a device's."""
 
-    def __init__(self, file: OpenFile, span: PlannedRegion, context: ReadContext) -> None:
-        self.sizes: tuple[int, ...] = span.chunk_sizes
-        self.dtype: DType = span.dtype
-        self._file = file
-        self._key = span.item.storage_index.fqn
-        self._nbytes = prod(self.sizes) * self.dtype.itemsize
-        self._start = file.facts.data_start + span.byte_offset
-        self._context = context
-        self._checksums: list[int] | None = None
-        if file.checksums is not None:
-            self._checksums = file.checksums.blocks_of(span.byte_offset, self._nbytes)
-            if self._checksums is None:
-                raise CorruptError(
-                    f"{self._key}: {file.facts.name} has no chunk of {self._nbytes} bytes at byte {span.byte_offset}; "
-                    "the metadata contradicts the file"
-                )
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._nbytes = max(read_requests.TASK_BYTES, checksums.BLOCK_BYTES)
+        self._host: BufferRing | None = None
+        self._device: BufferRing | None = None
+        self._transfers: DeviceTransfers | None = None
 
-    def read_into(self, start: int, target: memoryview) -> None:
-        """Fill `target` with the chunk's bytes from `start` on."""
-        if self._checksums is None:
-            self._file.handle.read_into(self._start + start, target)
-            return
-        stop = start + target.nbytes
-        for index in range(start // BLOCK_BYTES, -(-stop // BLOCK_BYTES)):
-            low, high = max(start, index * BLOCK_BYTES), min(stop, (index + 1) * BLOCK_BYTES)
-            self._read_block(index, low, target[low - start : high - start], self._checksums[index])
+    def fits(self, transfers: DeviceTransfers | None) -> bool:
+        """Whether `of` leaves all buffers that are in use alone."""
+        return transfers is None or self._transfers is None or self._transfers is transfers
 
-    def _read_block(self, index: int, low: int, target: memoryview, expected: int) -> None:
-        """Read a block or a part of it that starts at byte `low` of the chunk."""
-        first = index * BLOCK_BYTES
-        length = min(BLOCK_BYTES, self._nbytes - first)
-        if target.nbytes == length:
-            self._file.handle.read_into(self._start + first, target)
-            self._check(first, target, expected)
-        elif self._context.verify == "full":
-            whole = memoryview(bytearray(length))
-            self._file.handle.read_into(self._start + first, whole)
-            self._check(first, whole, expected)
-            target[:] = whole[low - first : low - first + target.nbytes]
-        else:
-            self._file.handle.read_into(self._start + low, target)
+    def of(self, transfers: DeviceTransfers | None) -> BufferRing:
+        """The ring of ordinary memory, or of a device; that of another device is closed."""
+        if transfers is None:
+            if self._host is None:
+                self._host = BufferRing(_plain_memory, buffer_nbytes=self._nbytes, count=self._count)
+            return self._host
+        if self._device is None or self._transfers is not transfers:
+            if self._device is not None:
+                self._device.close()
+            self._device = BufferRing(transfers.host_memory, buffer_nbytes=self._nbytes, count=self._count)
+            self._transfers = transfers
+        return self._device
 
-    def _check(self, first: int, block: memoryview, expected: int) -> None:
-        if block_checksum(block) != expected:
-            raise CorruptError(
-                f"{self._key}: bytes {self._start + first} to {self._start + first + block.nbytes} of "
-                f"{self._file.facts.name}, read on rank {self._context.rank}, contradict their checksum. Targets are "
-                "undefined now: restore the file, or load another checkpoint"
-            )
+    def close(self) -> None:
+        """Wake who waits for a buffer: there are no more."""
+        for ring in (self._host, self._device):
+            if ring is not None:
+                ring.close()
+
+
+def _plain_memory(nbytes: int) -> Any:
+    return np.empty(nbytes, np.uint8)
+
+
+def _batches(nbytes: Int64) -> Iterator[tuple[int, int]]:
+    """Cut rows into batches."""
+    ends, first, done = np.cumsum(nbytes), 0, 0
+    while first < len(nbytes):
+        last = int(np.searchsorted(ends, done + BATCH_BYTES, side="right"))
+        last = min(max(last, first + 1), first + BATCH_ROWS, len(nbytes))
+        yield first, last
+        first, done = last, int(ends[last - 1])

@@ -1,175 +1,182 @@
 """Writes one rank's data files.
 
-Goes in: chunks with their byte spans, and whoever gives their bytes. Comes out: a file, and its record. The layout is
-known before the first byte: the file is created with its full size, blocks are hashed right before they are written,
-and the header, with the checksums and the save's id in it, comes last.
+Goes in: chunks with their byte spans, and whoever gives their bytes. Comes out: files, and their records. The layout is
+known before the first byte: the files are created with their full sizes, blocks are hashed right before they are
+written, and each header, with the checksums and the save's id in it, comes last.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
 
-import numpy as np
-import numpy.typing as npt
-
-from dcp_core.box import flat_range_to_boxes, slices
-from dcp_core.errors import DcpError, DTypeMismatchError, ShapeMismatchError, UnsupportedValueError
+from dcp_core.errors import DcpError, PlanningError, UnsupportedValueError
 from dcp_core.execution.interfaces import FileRecord, PlannedChunk, WriteContext, WriteSource
+from dcp_core.execution.write_runs import Run, RunSource
+from dcp_core.execution.write_stream import FileStream
+from dcp_core.execution.write_threads import FirstFailure, write_all
 from dcp_core.file_names import OBJECT_FILE, TENSOR_FILE, data_file_name
-from dcp_core.formats.bytes_file import build_bytes_file
-from dcp_core.formats.checksums import BLOCK_BYTES, block_checksum
-from dcp_core.formats.safetensors_file import HeaderEntry, build_header, fill_header
+from dcp_core.formats.bytes_file import BytesFile, build_bytes_file
+from dcp_core.formats.safetensors_file import HeaderColumns, HeaderLayout, build_header, fill_header
 from dcp_core.planning.items import WriteItem
+from dcp_core.planning.write_columns import WriteColumns, columns_of
 from dcp_core.storage.base import Storage, WriteHandle
 
-GATHERED_BUFFERS = 512
 
+def write_files(
+    storage: Storage,
+    context: WriteContext,
+    spans: Sequence[PlannedChunk],
+    objects: Sequence[WriteItem],
+    source: WriteSource,
+) -> tuple[FileRecord, ...]:
+    """Write the files of one rank: none, some, or if anything fails none again.
 
-def write_tensors(
-    storage: Storage, context: WriteContext, spans: Sequence[PlannedChunk], source: WriteSource
-) -> FileRecord:
-    """Write a tensor file.
-
-    Contiguous arrays are written from their own memory, others packed one block at a time.
-
-    Args:
-        storage: Where.
-        context: Which save.
-        spans: Chunks in file order, back to back.
-        source: Gives each chunk's bits; an array must stay as it is until this function returns.
-
-    Raises:
-        PlanningError: The chunks cannot be one file, or the source gives something else than was planned.
-        StorageError: The storage refused.
-    """
-    entries = [HeaderEntry(span.key, span.dtype, span.item.sizes, span.byte_offset, span.nbytes) for span in spans]
-    layout = build_header(entries)
-    name = data_file_name(context.rank, 0, TENSOR_FILE, context.suffix)
-    checksums: list[int] = []
-    with _new_file(storage, name, layout.nbytes) as handle:
-        gather = _Gather(handle, layout.data_start)
-        for span in spans:
-            _send(_bits_of(source, span, context.rank), gather, checksums)
-        gather.flush()
-        header, digest = fill_header(layout, context.save_id, checksums)
-        handle.write(0, [header])
-        if context.durable:
-            handle.sync()
-    fields = (layout.nbytes, layout.data_start, layout.field_start, layout.field_nbytes, digest)
-    return FileRecord(context.rank, 0, TENSOR_FILE, *fields)
-
-
-def write_objects(
-    storage: Storage, context: WriteContext, items: Sequence[WriteItem], source: WriteSource
-) -> FileRecord:
-    """Write a `.bytes` file.
+    Contiguous host arrays are written from their own memory; others and what lies on a device pass through a few
+    buffers. Several parts are written side by side.
 
     Args:
         storage: Where.
         context: Which save.
-        items: Objects in the order of the index.
-        source: Gives each object's bytes.
+        spans: Chunks, part after part, each in file order and back to back.
+        objects: Values of the `.bytes` file, in the order of its index.
+        source: Gives each item's bytes. Called on this thread only, in the order of each file; calls for several files
+            alternate. An array must stay as it is until this function returns.
+
+    Returns:
+        Records of the tensor files by part, then that of the `.bytes` file.
 
     Raises:
-        UnsupportedValueError: The source gives something else than bytes.
+        PlanningError: The chunks cannot be files, or the source gives something else than was planned.
         StorageError: The storage refused.
     """
-    values = [_bytes_of(source, item, context.rank) for item in items]
-    layout = build_bytes_file(values)
-    name = data_file_name(context.rank, 0, OBJECT_FILE, context.suffix)
-    with _new_file(storage, name, layout.nbytes) as handle:
-        handle.write(0, [layout.header])
-        gather = _Gather(handle, layout.data_start)
-        for value in values:
-            gather.add(memoryview(value))
-        gather.flush()
-        if context.durable:
-            handle.sync()
-    fields = (layout.nbytes, layout.data_start, layout.field_start, layout.field_nbytes, layout.digest)
-    return FileRecord(context.rank, 0, OBJECT_FILE, *fields)
+    columns: WriteColumns = getattr(spans, "columns", None) or columns_of(spans)
+    plans = [
+        _lay_out(context, number, spans[start:stop], columns.some(start, stop))
+        for number, start, stop in columns.part_bounds()
+    ]
+    values = [_bytes_of(source, item, context.rank) for item in objects]
+    bytes_file = build_bytes_file(values)
+    sizes = {plan.name: plan.layout.nbytes for plan in plans}
+    if len(sizes) < len(plans):
+        raise PlanningError(f"the chunks of rank {context.rank} do not lie part after part; keep the order of the plan")
+    if objects:
+        sizes[data_file_name(context.rank, 0, OBJECT_FILE, context.suffix)] = bytes_file.nbytes
+    storage.check_space(sum(sizes.values()))
+    with _new_files(storage, sizes) as handles, ExitStack() as stack:
+        failure = FirstFailure()
+        files = [
+            stack.enter_context(_PartFile(context, plan, handle, source, failure))
+            for plan, handle in zip(plans, handles, strict=False)
+        ]
+        if objects:
+            _write_objects(handles[-1], bytes_file, values, durable=context.durable)
+            values.clear()
+        write_all(files, failure)
+    records = [file.record for file in files]
+    return (*records, _object_record(context.rank, bytes_file)) if objects else tuple(records)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _PartPlan:
+    """What will be in one tensor file."""
+
+    number: int
+    name: str
+    spans: Sequence[PlannedChunk]
+    columns: WriteColumns
+    layout: HeaderLayout
+
+
+def _lay_out(context: WriteContext, number: int, spans: Sequence[PlannedChunk], columns: WriteColumns) -> _PartPlan:
+    header = HeaderColumns(
+        columns.keys, columns.dtype, columns.ndim, columns.sizes, columns.byte_offset, columns.nbytes
+    )
+    name = data_file_name(context.rank, number, TENSOR_FILE, context.suffix)
+    return _PartPlan(number, name, spans, columns, build_header(header))
 
 
 @contextmanager
-def _new_file(storage: Storage, name: str, nbytes: int) -> Iterator[WriteHandle]:
-    """Create a file, and remove it again when filling it fails."""
-    handle = storage.create(name, nbytes)
+def _new_files(storage: Storage, sizes: Mapping[str, int]) -> Iterator[list[WriteHandle]]:
+    """Create files, and remove them all again when filling one fails."""
+    handles: list[WriteHandle] = []
     try:
-        with handle:
-            yield handle
+        for name, nbytes in sizes.items():
+            handles.append(storage.create(name, nbytes))
+        yield handles
     except BaseException:
-        with suppress(DcpError):
-            storage.remove(name)
+        for handle in handles:
+            with suppress(DcpError):  # the first error says more than a late one
+                handle.close()
+        for handle in handles:
+            with suppress(DcpError):
+                storage.remove(handle.name)
         raise
 
 
-class _Gather:
-    """Writes buffers back to back, small ones together."""
+class _PartFile:
+    """The work of writing one tensor file."""
 
-    def __init__(self, handle: WriteHandle, position: int) -> None:
+    def __init__(
+        self, context: WriteContext, plan: _PartPlan, handle: WriteHandle, source: WriteSource, failure: FirstFailure
+    ) -> None:
+        self.record = FileRecord(context.rank, plan.number, TENSOR_FILE, 0, 0, 0, 0, 0)
+        self._context = context
+        self._plan = plan
         self._handle = handle
-        self._position = position
-        self._pending: list[memoryview] = []
-        self._pending_nbytes = 0
+        self._runs = RunSource(plan.spans, plan.columns, source, context.rank)
+        self._stream = FileStream(handle, plan.layout.data_start, failure.check, durable=context.durable)
 
-    def add(self, buffer: memoryview) -> None:
-        self._pending.append(buffer)
-        self._pending_nbytes += buffer.nbytes
-        if self._pending_nbytes >= BLOCK_BYTES or len(self._pending) >= GATHERED_BUFFERS:
-            self.flush()
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its data section."""
+        return self._plan.layout.data_nbytes
 
-    def flush(self) -> None:
-        if self._pending:
-            self._handle.write(self._position, self._pending)
-        self._position += self._pending_nbytes
-        self._pending, self._pending_nbytes = [], 0
+    @property
+    def next_nbytes(self) -> int:
+        """What the next run has at most, in bytes."""
+        return self._runs.next_nbytes
 
+    def prepare(self) -> Run | None:
+        """Ask the planner for the next run."""
+        return self._runs.take()
 
-def _send(bits: npt.NDArray[Any], gather: _Gather, checksums: list[int]) -> None:
-    """Hash and write one chunk."""
-    if bits.flags.c_contiguous or bits.nbytes <= BLOCK_BYTES:
-        raw = np.ascontiguousarray(bits).reshape(-1).view(np.uint8).data
-        for start in range(0, raw.nbytes, BLOCK_BYTES):
-            block = raw[start : start + BLOCK_BYTES]
-            checksums.append(block_checksum(block))
-            gather.add(block)
-        return
-    for block in _packed_blocks(bits):
-        checksums.append(block_checksum(block))
-        gather.add(block)
-        gather.flush()
+    def write(self, run: Run) -> None:
+        """Hash and write a run."""
+        self._stream.send(run)
 
+    def finish(self) -> None:
+        """Write what is left, and the header."""
+        self._stream.finish()
+        layout = self._plan.layout
+        header, digest = fill_header(layout, self._context.save_id, self._stream.checksums)
+        self._handle.write(0, [header])
+        if self._context.durable:
+            self._handle.sync()
+        self._handle.close()
+        self.record = replace(
+            self.record, nbytes=layout.nbytes, data_start=layout.data_start, field_start=layout.field_start,
+            field_nbytes=layout.field_nbytes, digest=digest,
+        )  # fmt: skip
 
-def _packed_blocks(bits: npt.NDArray[Any]) -> Iterator[memoryview]:
-    """The blocks of an array that is not contiguous, each in the same memory as the one before."""
-    block = np.empty(BLOCK_BYTES // bits.itemsize, bits.dtype)
-    for start in range(0, bits.size, block.size):
-        stop = min(start + block.size, bits.size)
-        position = 0
-        for box in flat_range_to_boxes(bits.shape, start, stop):
-            block[position : position + box.numel].reshape(box.sizes)[...] = bits[slices(box)]
-            position += box.numel
-        yield block[:position].view(np.uint8).data
+    def __enter__(self) -> _PartFile:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stream.close()
 
 
-def _bits_of(source: WriteSource, span: PlannedChunk, rank: int) -> npt.NDArray[Any]:
-    bits = source.get_data(span.item)
-    name = span.item.index.fqn
-    if not isinstance(bits, np.ndarray):
-        raise UnsupportedValueError(
-            f"{name} on rank {rank}: the planner's get_data gives {type(bits).__name__}, expected a numpy array"
-        )
-    if bits.dtype != span.dtype.bits:
-        raise DTypeMismatchError(
-            f"{name} on rank {rank}: the planner's get_data gives {bits.dtype}, expected the bits of {span.dtype.name} "
-            f"as {span.dtype.bits}"
-        )
-    if bits.shape != span.item.sizes:
-        raise ShapeMismatchError(
-            f"{name} on rank {rank}: the planner's get_data gives the shape {bits.shape}, expected {span.item.sizes}"
-        )
-    return bits
+def _write_objects(handle: WriteHandle, layout: BytesFile, values: Sequence[bytes], *, durable: bool) -> None:
+    handle.write(0, [layout.header, *values])
+    if durable:
+        handle.sync()
+    handle.close()
+
+
+def _object_record(rank: int, layout: BytesFile) -> FileRecord:
+    fields = (layout.nbytes, layout.data_start, layout.field_start, layout.field_nbytes, layout.digest)
+    return FileRecord(rank, 0, OBJECT_FILE, *fields)
 
 
 def _bytes_of(source: WriteSource, item: WriteItem, rank: int) -> bytes:

@@ -74,16 +74,31 @@ class ChecksumTable:
     first_block: npt.NDArray[np.int64]
     block: npt.NDArray[np.uint64]
 
-    def blocks_of(self, byte_offset: int, nbytes: int) -> list[int] | None:
-        """The block checksums of the chunk with this span, or None when the file has no such chunk."""
-        row = int(np.searchsorted(self.byte_offset, byte_offset + nbytes)) - 1 if nbytes else -1
-        if row < 0 or self.byte_offset[row] != byte_offset or self.byte_offset[row + 1] != byte_offset + nbytes:
-            return None
-        found: list[int] = self.block[self.first_block[row] : self.first_block[row + 1]].tolist()
+    def first_blocks_of(
+        self, byte_offset: npt.NDArray[np.int64], nbytes: npt.NDArray[np.int64]
+    ) -> npt.NDArray[np.int64]:
+        """Find chunks by their spans.
+
+        Args:
+            byte_offset: Where each starts in the data section. Shape (N,).
+            nbytes: Their lengths. Shape (N,).
+
+        Returns:
+            Position in `block` of each chunk's first block; -1 for an empty one and where the file has no such chunk.
+        """
+        found = np.full(len(byte_offset), -1, np.int64)
+        end = byte_offset + nbytes
+        row = np.searchsorted(self.byte_offset, end) - 1
+        asked = np.flatnonzero((nbytes > 0) & (row >= 0) & (row < len(self.chunk)))
+        row = row[asked]
+        is_chunk = (self.byte_offset[row] == byte_offset[asked]) & (self.byte_offset[row + 1] == end[asked])
+        found[asked[is_chunk]] = self.first_block[row[is_chunk]]
         return found
 
 
-def make_table(header: int, nbytes: npt.NDArray[np.int64], blocks: Sequence[int]) -> ChecksumTable:
+def make_table(
+    header: int, nbytes: npt.NDArray[np.int64], blocks: Sequence[int] | npt.NDArray[np.uint64]
+) -> ChecksumTable:
     """Join the block checksums of a whole file to its table.
 
     Args:

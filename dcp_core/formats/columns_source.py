@@ -8,11 +8,13 @@ from functools import cached_property
 
 from dcp_core.formats.metadata_blocks import ObjectGroup
 from dcp_core.formats.name_table import build_name_table
-from dcp_core.formats.stored_entries import merge_names, stored_objects, stored_tensors
+from dcp_core.formats.stored_entries import Lookup, merge_names, stored_objects, stored_tensors
 from dcp_core.formats.tensor_blocks import TensorGroup
 from dcp_core.metadata import (
     ChunkColumns,
     FileColumns,
+    FoundObjects,
+    FoundTensors,
     Nesting,
     ObjectColumns,
     SaveRecord,
@@ -80,6 +82,14 @@ class ColumnsSource:
     def objects(self, name: str) -> Sequence[StoredObject]:
         """All objects under one name."""
         return stored_objects(self._objects, name)
+
+    def find_tensors(self, names: Sequence[str]) -> tuple[Sequence[FoundTensors], Sequence[int]]:
+        """Look many names up among the tensors, all at once."""
+        return Lookup(names).tensors(slice(None), self._tensors, lambda: self.columns.chunks)
+
+    def find_objects(self, names: Sequence[str]) -> tuple[Sequence[FoundObjects], Sequence[int]]:
+        """Look many names up among the objects, all at once."""
+        return Lookup(names).objects(slice(None), self._objects)
 
     @cached_property
     def _names(self) -> tuple[str, ...]:

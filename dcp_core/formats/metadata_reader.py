@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 
@@ -26,11 +26,13 @@ from dcp_core.formats.metadata_blocks import (
     decode_objects,
 )
 from dcp_core.formats.name_table import NameTable
-from dcp_core.formats.stored_entries import merge_names, stored_objects, stored_tensors
+from dcp_core.formats.stored_entries import Lookup, merge_names, stored_objects, stored_tensors
 from dcp_core.formats.tensor_blocks import TensorGroup, decode_chunks, decode_tensors
 from dcp_core.metadata import (
     ChunkColumns,
     FileColumns,
+    FoundObjects,
+    FoundTensors,
     Nesting,
     SaveRecord,
     StoredObject,
@@ -135,6 +137,38 @@ class MetadataFile:
         """
         group = self._object_directory.group_of(name)
         return () if group is None else stored_objects(self._object_group(group), name)
+
+    def find_tensors(self, names: Sequence[str]) -> tuple[Sequence[FoundTensors], Sequence[int]]:
+        """Look many names up among the tensors, all at once; only the groups that can hold them are read.
+
+        Raises:
+            CorruptError: A group that is read is not sound.
+        """
+        lookup = Lookup(names)
+        found: list[FoundTensors] = []
+        others: list[int] = []
+        for group, part in enumerate(lookup.split(self._tensor_directory.first_names)):
+            if part.start < part.stop:
+                tensors, rest = lookup.tensors(part, self._tensor_group(group), partial(self._chunk_group, group))
+                found += tensors
+                others += rest
+        return found, others
+
+    def find_objects(self, names: Sequence[str]) -> tuple[Sequence[FoundObjects], Sequence[int]]:
+        """Look many names up among the objects, all at once; only the groups that can hold them are read.
+
+        Raises:
+            CorruptError: A group that is read is not sound.
+        """
+        lookup = Lookup(names)
+        found: list[FoundObjects] = []
+        others: list[int] = []
+        for group, part in enumerate(lookup.split(self._object_directory.first_names)):
+            if part.start < part.stop:
+                objects, rest = lookup.objects(part, self._object_group(group))
+                found += objects
+                others += rest
+        return found, others
 
     def columns(self) -> MetadataColumns:
         """Read and check everything, also what only a look at all groups together can show.

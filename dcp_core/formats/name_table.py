@@ -9,11 +9,15 @@ import operator
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import count, repeat
 
 import numpy as np
 
 from dcp_core.formats.column_codec import ColumnReader, ColumnWriter, exclusive_sums
 from dcp_core.metadata import Int32, Int64
+
+BISECTIONS = 64
+"""Looking up one name by bisection costs about as much as passing so many rows of a table."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,7 +41,34 @@ class NameTable:
 
     def runs_of(self, name: str) -> range:
         """The runs under one name; empty when there is none."""
-        return range(bisect_left(self.names, name), bisect_right(self.names, name))
+        names, first = self.names, bisect_left(self.names, name)
+        if first == len(names) or names[first] != name:
+            return range(first, first)
+        is_only = first + 1 == len(names) or names[first + 1] != name
+        return range(first, first + 1 if is_only else bisect_right(names, name, first))
+
+    def find_runs(self, names: Sequence[str]) -> tuple[Int64, Int64]:
+        """Look many names up.
+
+        Returns:
+            The first run under each name, and the number of runs: 0 where there is none, and then the first means
+            nothing. Each of shape (N,).
+
+        Complexity:
+            One pass over the table, or a bisection a name where the names are few.
+        """
+        if len(names) * BISECTIONS < len(self.names):
+            found = np.array([(r.start, r.stop) for r in map(self.runs_of, names)], dtype=np.int64).reshape(-1, 2)
+            return found[:, 0], found[:, 1] - found[:, 0]
+        texts = list(self.names)
+        last = dict(zip(texts, count(), strict=False))
+        run = np.fromiter(map(last.get, names, repeat(-1)), dtype=np.int64, count=len(names))
+        runs = (run >= 0).astype(np.int64)
+        if len(last) == len(texts):
+            return run, runs
+        starts = np.flatnonzero([True, *map(operator.ne, texts[1:], texts)])
+        first = starts[np.searchsorted(starts, run, side="right") - 1]
+        return first, np.where(runs > 0, run - first + 1, 0)
 
     def entries_of(self, run: int) -> range:
         """The entries of one run."""

@@ -12,14 +12,11 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from json.encoder import encode_basestring
-from math import prod
 
 import numpy as np
 import numpy.typing as npt
 from xxhash import xxh3_64
 
-from dcp_core.dtype import DType
 from dcp_core.errors import CorruptError, PlanningError
 from dcp_core.formats.checksums import (
     Buffer,
@@ -30,6 +27,22 @@ from dcp_core.formats.checksums import (
     field_length,
     make_table,
 )
+from dcp_core.formats.header_entries import HeaderColumns, HeaderEntry, check_entries, spell_entries
+
+__all__ = [
+    "ALIGNMENT",
+    "MAX_HEADER_BYTES",
+    "SAVE_ID_START",
+    "FileFacts",
+    "HeaderColumns",
+    "HeaderEntry",
+    "HeaderLayout",
+    "build_header",
+    "check_facts",
+    "check_save_id",
+    "fill_header",
+    "read_checksums",
+]
 
 ALIGNMENT = 64
 MAX_HEADER_BYTES = 100_000_000
@@ -82,25 +95,6 @@ def check_facts(file: FileFacts) -> None:
         raise CorruptError(f"{file.name}: a header of {file.data_start} bytes in a file of {file.nbytes} is impossible")
 
 
-@dataclass(frozen=True, slots=True)
-class HeaderEntry:
-    """One chunk of a data file.
-
-    Attributes:
-        key: Its name in the file.
-        dtype: Element type.
-        sizes: Extent in elements.
-        byte_offset: Where it starts in the data section.
-        nbytes: Its length.
-    """
-
-    key: str
-    dtype: DType
-    sizes: tuple[int, ...]
-    byte_offset: int
-    nbytes: int
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class HeaderLayout:
     """A header whose fields are not filled in yet. Depends on the chunks alone, so it can be kept.
@@ -133,65 +127,34 @@ class HeaderLayout:
         return len(self.header) + self.data_nbytes
 
 
-def build_header(entries: Sequence[HeaderEntry]) -> HeaderLayout:
+def build_header(chunks: HeaderColumns | Sequence[HeaderEntry]) -> HeaderLayout:
     """Lay out the header of a data file.
 
     Args:
-        entries: Its chunks, back to back from byte 0 on.
+        chunks: Its chunks, back to back from byte 0 on.
 
     Raises:
         PlanningError: Chunks that are not back to back, whose length contradicts their dtype and sizes, whose keys
             repeat or cannot be spelled; a header longer than safetensors allows.
     """
-    _check_entries(entries)
-    chunk_nbytes = np.array([entry.nbytes for entry in entries], dtype=np.int64)
-    field_nbytes = field_length(chunk_nbytes)
+    columns = chunks if isinstance(chunks, HeaderColumns) else HeaderColumns.of_entries(chunks)
+    check_entries(columns)
+    field_nbytes = field_length(columns.nbytes)
     fields = b"".join([_PREFIX, b"0" * _ID_CHARS, _BETWEEN, b"A" * field_nbytes, b'"}'])
-    chunks = "".join([_spell_entry(entry) for entry in entries]).encode()
-    body = b"".join([fields, chunks, b"}"])
+    body = b"".join([fields, "".join(spell_entries(columns)).encode(), b"}"])
     body += b" " * (-(8 + len(body)) % ALIGNMENT)
     if len(body) > MAX_HEADER_BYTES:
         raise PlanningError(
-            f"the header of one data file would take {len(body)} bytes for {len(entries)} chunks; safetensors allows "
-            f"{MAX_HEADER_BYTES}: save fewer or larger tensors per rank"
+            f"the header of one data file would take {len(body)} bytes for {len(columns.keys)} chunks; safetensors "
+            f"allows {MAX_HEADER_BYTES}: save fewer or larger tensors per rank"
         )
     header = struct.pack("<Q", len(body)) + body
-    return HeaderLayout(header, field_nbytes, chunk_nbytes, int(chunk_nbytes.sum()))
+    return HeaderLayout(header, field_nbytes, columns.nbytes, int(columns.nbytes.sum()))
 
 
-def _check_entries(entries: Sequence[HeaderEntry]) -> None:
-    position = 0
-    for entry in entries:
-        if entry.byte_offset != position or entry.nbytes != prod(entry.sizes) * entry.dtype.itemsize:
-            raise PlanningError(
-                f"{entry.key!r}: {entry.dtype.name} of {entry.sizes} laid out as {entry.nbytes} bytes from byte "
-                f"{entry.byte_offset} on; expected {prod(entry.sizes) * entry.dtype.itemsize} from {position} on"
-            )
-        position += entry.nbytes
-    keys = {entry.key for entry in entries}
-    if len(keys) != len(entries) or "__metadata__" in keys:
-        raise PlanningError("keys of one data file repeat, or one is the reserved __metadata__; spell them apart")
-    for key in keys:
-        if not key.isascii():
-            _check_spelling(key)
-
-
-def _check_spelling(key: str) -> None:
-    try:
-        key.encode()
-    except UnicodeEncodeError as error:
-        raise PlanningError(f"{key!a} cannot be a key in a file: it is no valid Unicode text; rename it") from error
-
-
-def _spell_entry(entry: HeaderEntry) -> str:
-    shape = ",".join(map(str, entry.sizes + entry.dtype.file_tail))
-    return (
-        f',{encode_basestring(entry.key)}:{{"dtype":"{entry.dtype.file_dtype}","shape":[{shape}],'
-        f'"data_offsets":[{entry.byte_offset},{entry.byte_offset + entry.nbytes}]}}'
-    )
-
-
-def fill_header(layout: HeaderLayout, save_id: str, blocks: Sequence[int]) -> tuple[bytes, int]:
+def fill_header(
+    layout: HeaderLayout, save_id: str, blocks: Sequence[int] | npt.NDArray[np.uint64]
+) -> tuple[bytes, int]:
     """Fill the fields in.
 
     Args:

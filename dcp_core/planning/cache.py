@@ -28,13 +28,13 @@ class CachedPlan(Generic[Body]):
         plan_digest: Digest of the global plan.
         writes: What this rank writes.
         body: The encoded metadata columns, on the coordinator; elsewhere None.
-        data_nbytes: Tensor bytes that each rank writes, on the coordinator; elsewhere empty.
+        file_nbytes: Bytes of tensors in each file of each rank, on the coordinator; elsewhere empty.
     """
 
     plan_digest: bytes
     writes: WriteList
     body: Body | None = None
-    data_nbytes: tuple[int, ...] = ()
+    file_nbytes: tuple[tuple[int, ...], ...] = ()
 
 
 class PlanCache(Generic[Body]):

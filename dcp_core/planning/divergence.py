@@ -58,7 +58,7 @@ def find_divergence(table: GlobalTable) -> Divergence:
 
 def path_keys(paths: tuple[bytes, ...]) -> UInt64:
     """A 64-bit key for each encoded path."""
-    return np.fromiter((xxhash.xxh3_64_intdigest(path) for path in paths), dtype=np.uint64, count=len(paths))
+    return np.fromiter(map(xxhash.xxh3_64_intdigest, paths), dtype=np.uint64, count=len(paths))
 
 
 def coefficients(keys: UInt64, rank: UInt64 | int) -> UInt64:
@@ -80,10 +80,10 @@ def lowest_coefficients(table: GlobalTable, found: Divergence) -> dict[int, tupl
         {rank: (leaves, coefficients)}; a coefficient is minus the sum of the other holders'.
     """
     held = table.holdings
-    keys = path_keys(table.paths)
     others = np.flatnonzero(found.compared[held.entry] & (found.lowest[held.entry] != np.arange(len(held.entry))))
     total = np.zeros(len(table.names), dtype=np.uint64)
     entry = held.entry[others]
+    keys = path_keys(table.paths) if len(others) else np.zeros(0, dtype=np.uint64)
     with np.errstate(over="ignore"):
         np.add.at(total, entry, coefficients(keys[entry], held.rank[others].astype(np.uint64)))
         total = np.uint64(0) - total

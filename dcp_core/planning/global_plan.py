@@ -90,7 +90,7 @@ class GlobalPlan:
         regions: What is written.
         position: Index of each region's writer in `table.ranks`. Shape (W,).
         nbytes: Bytes of each region. Shape (W,).
-        layout: Byte spans.
+        layout: Files and byte spans.
         objects: Objects that are written.
         digest: Digest of all of it; the same input gives the same digest.
     """
@@ -126,10 +126,11 @@ def finish_plan(table: GlobalTable, divergence: Divergence, regions: RegionColum
     layout = lay_out(position, nbytes, len(ranks))
     objects = _choose_objects(table, divergence)
     hasher = xxhash.xxh3_128()
-    hasher.update(b"".join([len(path).to_bytes(4, "little") + path for path in table.paths]))
+    hasher.update(b"".join(table.paths))
+    path_lengths = np.fromiter(map(len, table.paths), dtype=np.int64, count=len(table.paths))
     for array in (
-        ranks, table.kind, table.dtype, table.ndim, table.shape, table.entry[regions.held], position,
-        regions.offsets.T, regions.sizes.T, regions.own, layout.byte_offset, table.tied_to,
+        path_lengths, ranks, table.kind, table.dtype, table.ndim, table.shape, table.entry[regions.held], position,
+        regions.offsets.T, regions.sizes.T, regions.own, layout.part, layout.byte_offset, table.tied_to,
         table.holdings.entry[objects.holding], table.holdings.rank[objects.holding], objects.own,
     ):  # fmt: skip
         hasher.update(np.ascontiguousarray(array).data)
@@ -260,21 +261,25 @@ def _choose_objects(table: GlobalTable, divergence: Divergence) -> ObjectRows:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FileRows:
-    """Which data files the plan makes: the row in the file table of each rank's tensor and object file, or -1."""
+    """Which data files the plan makes: rows in the file table.
+
+    Attributes:
+        tensor_file: Row of each rank's first tensor file, the others follow; -1 where it has none. Shape (R,).
+        object_file: Row of each rank's object file, or -1. Shape (R,).
+    """
 
     tensor_file: Int64
     object_file: Int64
 
 
 def number_files(plan: GlobalPlan) -> FileRows:
-    """Number the files by (rank, kind), leaving out those that would be empty."""
-    count = len(plan.table.ranks)
+    """Number the files by (rank, kind, part), leaving out those that would be empty."""
     ranks = np.array(plan.table.ranks, dtype=np.int32)
-    has = np.zeros((count, 2), dtype=bool)
-    has[plan.position, 0] = True
-    has[np.searchsorted(ranks, plan.table.holdings.rank[plan.objects.holding]), 1] = True
-    number = (np.cumsum(has.reshape(-1)) - 1).reshape(count, 2)
-    number[~has] = -1
+    files = np.zeros((len(ranks), 2), dtype=np.int64)
+    files[:, 0] = plan.layout.parts
+    files[np.searchsorted(ranks, plan.table.holdings.rank[plan.objects.holding]), 1] = 1
+    number = (np.cumsum(files.reshape(-1)) - files.reshape(-1)).reshape(files.shape)
+    number[files == 0] = -1
     return FileRows(number[:, 0], number[:, 1])
 
 
@@ -293,6 +298,7 @@ def describe_tensors(plan: GlobalPlan, files: FileRows) -> tuple[TensorColumns, 
         entry = np.concatenate([entry, np.repeat(tied, length)])
         order = np.argsort(entry, kind="stable")
         chunk, entry = chunk[order], entry[order]
+    file = files.tensor_file[plan.position[chunk]] + plan.layout.part[chunk]
     tensor_entry, tensor_rank, row = _tensor_rows(table, plan.divergence, entry, owner[chunk])
     tensors = TensorColumns(
         _take(table.names, tensor_entry), _take(table.paths, tensor_entry), tensor_rank.astype(np.int32),
@@ -300,12 +306,14 @@ def describe_tensors(plan: GlobalPlan, files: FileRows) -> tuple[TensorColumns, 
     )  # fmt: skip
     return tensors, ChunkColumns(
         gather(regions.offsets, chunk), gather(regions.sizes, chunk),
-        files.tensor_file[plan.position[chunk]].astype(np.int32), plan.layout.byte_offset[chunk],
+        file.astype(np.int32), plan.layout.byte_offset[chunk],
     )  # fmt: skip
 
 
 def _take(values: tuple[_Text, ...], rows: Int64) -> tuple[_Text, ...]:
-    return tuple(values[row] for row in rows.tolist())
+    if len(rows) == len(values) and bool((rows == np.arange(len(rows))).all()):
+        return values
+    return tuple([values[row] for row in rows.tolist()])
 
 
 def _tensor_rows(table: GlobalTable, divergence: Divergence, entry: Int64, owner: Int64) -> tuple[Int64, Int64, Int64]:
@@ -332,6 +340,6 @@ def describe_objects(plan: GlobalPlan, files: FileRows) -> ObjectColumns:
     per_rank: UInt8 = objects.per_rank.astype(np.uint8)
     owner: Int32 = np.where(objects.own, rank, EVERY_RANK).astype(np.int32)
     return ObjectColumns(
-        tuple(table.names[i] for i in entry.tolist()), tuple(table.paths[i] for i in entry.tolist()), owner, per_rank,
+        _take(table.names, entry), _take(table.paths, entry), owner, per_rank,
         files.object_file[position].astype(np.int32), objects.ordinal.astype(np.int32),
     )  # fmt: skip

@@ -25,7 +25,8 @@ from dcp_core.planning.local_table import (
     decode_common,
     parse_frame,
 )
-from dcp_core.state_path import decode_path, spell_names
+from dcp_core.planning.path_names import names_of_paths
+from dcp_core.state_path import decode_path, spell_plain_names
 
 _KIND_NAMES = {TENSOR: "a tensor", OBJECT: "a plain value", PER_RANK: "a PerRank value"}
 _NAMED_MISMATCHES = 8
@@ -69,8 +70,8 @@ class GlobalTable:
         offsets, sizes: The box. Shape (N, D), columns contiguous.
         holdings: Objects and compared values.
         tied_to: For each entry the entry whose memory it shares on every rank that has it; itself if none. (T,)
-        spelled: Per table the (leaf, name) of entries whose name is not the plain one.
         leaf_entries: Per table the entry of each leaf (arrays shared between ranks with equal names).
+        respelled: Entries whose name is not the plain one of their path.
     """
 
     ranks: tuple[int, ...]
@@ -89,6 +90,7 @@ class GlobalTable:
     holdings: HoldingColumns
     tied_to: Int64
     leaf_entries: tuple[Int64, ...]
+    respelled: frozenset[int]
 
 
 class _Sections:
@@ -132,7 +134,7 @@ def merge_tables(payloads: Sequence[bytes], ranks: Sequence[int] | None = None) 
     sections = _Sections()
     for frame, rank in zip(frames, rank_list, strict=True):
         sections.add_common(frame, rank)
-    names, paths, entries_of = _name_entries(sections)
+    names, paths, respelled, entries_of = _name_entries(sections)
     width = max((section.shape.shape[1] for section in sections.common.values()), default=0)
     kind, dtype, ndim, shape = _agreed_columns(sections, entries_of, names, width)
     rows = _fill_rows(frames, rank_list, sections, entries_of, width)
@@ -141,24 +143,36 @@ def merge_tables(payloads: Sequence[bytes], ranks: Sequence[int] | None = None) 
         rank_list, names, paths, kind, dtype, ndim, shape, *rows,
         _holdings(frames, rank_list, sections, entries_of),
         _tied_entries(sections, entries_of, len(names)),
-        leaf_entries,
+        leaf_entries, respelled,
     )  # fmt: skip
 
 
-def _name_entries(sections: _Sections) -> tuple[tuple[str, ...], tuple[bytes, ...], dict[bytes, Int64]]:
-    """Give every distinct path a number, in the order of its name."""
+def _name_entries(
+    sections: _Sections,
+) -> tuple[tuple[str, ...], tuple[bytes, ...], frozenset[int], dict[bytes, Int64]]:
+    """Give every distinct path a number, in the order of its name.
+
+    Returns:
+        The names, the paths, which names are not the plain ones, and for each section the numbers of its leaves.
+    """
     number: dict[bytes, int] = {}
     first_seen = {}
     for digest, section in sections.common.items():
+        if not number:  # a section has each path once
+            number = dict(zip(section.paths, range(len(section.paths)), strict=True))
+            first_seen[digest] = np.arange(len(number))
+            continue
         ids = [number.setdefault(path, len(number)) for path in section.paths]
         first_seen[digest] = np.array(ids, dtype=np.int64)
     paths = list(number)
-    names = spell_names([decode_path(path) for path in paths])
-    order = sorted(range(len(paths)), key=lambda i: names[i].encode())
+    plain = names_of_paths(paths)
+    names = spell_plain_names(plain, lambda i: decode_path(paths[i]))
+    order = sorted(range(len(paths)), key=names.__getitem__)  # by code points, which is the order of their UTF-8
     position = np.empty(len(paths), dtype=np.int64)
     position[order] = np.arange(len(paths))
     entries_of = {digest: position[ids] for digest, ids in first_seen.items()}
-    return tuple(names[i] for i in order), tuple(paths[i] for i in order), entries_of
+    odd = [] if names == plain else [row for row, i in enumerate(order) if names[i] != plain[i]]
+    return tuple([names[i] for i in order]), tuple([paths[i] for i in order]), frozenset(odd), entries_of
 
 
 def _agreed_columns(

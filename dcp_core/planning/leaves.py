@@ -6,8 +6,8 @@ Adapters and describers turn framework tensors into `LocalTensor`; planning and 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, fields
+from typing import Any, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -40,7 +40,8 @@ class DeviceTransfers(Protocol):
 
         Args:
             view: A part of a tensor on the device.
-            bits: Raw bits of the view's shape, in `host_memory`; in use until the copy is awaited.
+            bits: Raw bits of the view's shape, in `host_memory`; in use until the copy is awaited. Best contiguous:
+                others may block.
             source_dtype: What the bits mean.
 
         Returns:
@@ -66,6 +67,10 @@ class TensorAccess(Protocol):
     def copy_into(self, view: Any, bits: npt.NDArray[Any], source_dtype: DType) -> None:
         """Write elements into the view, converting from `source_dtype` by the framework's own rules.
 
+        Parts of a view that lies in host memory (`host_array` is not None) may be written on several threads at a time;
+        any other view is written on the thread that loads. The same goes for the `narrow` before it, which happens on
+        any thread where the view has `transfers` too.
+
         Args:
             view: Destination, in the destination tensor's storage.
             bits: Raw bits of the source, of the view's shape; dtype is `source_dtype.bits`.
@@ -82,13 +87,17 @@ class TensorAccess(Protocol):
         ...
 
     def transfers(self, view: Any) -> DeviceTransfers | None:
-        """How parts of the view travel; None where its elements lie in host memory, or only blocking copies exist."""
+        """How parts of the view travel; None where its elements lie in host memory, or only blocking copies exist.
+
+        Called on the thread that saves or loads: copies that are started later, on any thread, come after what that
+        thread has queued on the device by now.
+        """
         ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeviceBits:
-    """The raw bits of a region that lies on a device, not copied yet. `numpy.asarray` copies them.
+    """The raw bits of a region that no host memory holds as they are, not copied yet. `numpy.asarray` copies them.
 
     Attributes:
         view: The region.
@@ -141,3 +150,74 @@ class LocalTensor:
     def nbytes(self) -> int:
         """Bytes of the boxes held here."""
         return sum(box.numel for box in self.boxes) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class WholeShape:
+    """What all whole, unsharded values of a shape have in common.
+
+    Attributes:
+        shape: The shape, elements.
+        boxes: The box of all elements; none where there are no elements.
+    """
+
+    shape: tuple[int, ...]
+    boxes: tuple[Box, ...]
+
+
+_WHOLE_SHAPES: dict[tuple[int, ...], WholeShape] = {}
+_MOST_SHAPES = 4096
+
+
+def whole_shape(shape: tuple[int, ...]) -> WholeShape:
+    """Find, or make, what values of a shape have in common.
+
+    Args:
+        shape: A framework's shape of a tensor: whole numbers, none of them negative.
+    """
+    found = _WHOLE_SHAPES.get(shape)
+    if found is None:
+        if len(_WHOLE_SHAPES) >= _MOST_SHAPES:
+            _WHOLE_SHAPES.clear()
+        box = Box.whole(shape)
+        found = _WHOLE_SHAPES[box.sizes] = WholeShape(box.sizes, () if box.is_empty else (box,))
+    return found
+
+
+def whole_tensor(
+    whole: WholeShape, dtype: DType, view: Any, access: TensorAccess, device: str, storage: Hashable | None
+) -> LocalTensor:
+    """Make the description of a plain, whole value: what `LocalTensor` would make, at a quarter of its price.
+
+    Args:
+        whole: Of the value's shape.
+        dtype: Element type.
+        view: The value's elements.
+        access: How to reach them.
+        device: Device type.
+        storage: What `LocalTensor.storage` says; left out where there are no elements.
+    """
+    boxes = whole.boxes
+    made: Any = _Fields(whole.shape, dtype, boxes, (view,) if boxes else (), access, device, storage if boxes else None)
+    made.__class__ = LocalTensor
+    return cast(LocalTensor, made)
+
+
+class _Fields:
+    """The fields of a plain `LocalTensor` while they can still be set. A frozen class sets each by a slow call."""
+
+    __slots__ = tuple(field.name for field in fields(LocalTensor))
+
+    def __init__(
+        self, shape: Any, dtype: DType, boxes: Any, views: Any, access: TensorAccess, device: str, storage: Any
+    ) -> None:
+        self.global_shape = shape
+        self.dtype = dtype
+        self.boxes = boxes
+        self.views = views
+        self.access = access
+        self.device = device
+        self.storage = storage
+        self.plain = True
+        self.ragged = False
+        self.replica_ranks = None

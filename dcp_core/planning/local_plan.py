@@ -6,28 +6,26 @@ of each, and its `LocalTable`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar, overload
 
 import numpy as np
-import numpy.typing as npt
-import xxhash
 
 from dcp_core.errors import AdapterError, DcpError, UnsupportedValueError
-from dcp_core.metadata import UInt64
-from dcp_core.planning.balance import TINY_NBYTES
+from dcp_core.metadata import Int32, Int64, UInt8, UInt64
 from dcp_core.planning.leaves import LocalTensor
 from dcp_core.planning.local_table import COMPARED, OBJECT, PER_RANK, PICKLED, RAGGED, TENSOR, LocalTable
-from dcp_core.state_path import PerRank, StatePath, encode_path, plain_name, spell_names
+from dcp_core.planning.value_samples import tensor_digest
+from dcp_core.state_path import PerRank, StatePath, decode_path, spell_plain_names
 from dcp_core.state_tree import FlatState, flatten
 
 Describe = Callable[[Any], LocalTensor | None]
 
+_Cell = TypeVar("_Cell")
+
 _PLAIN_TYPES = frozenset({type(None), bool, int, float, complex, str, bytes, PerRank, dict, list, tuple, set})
 _DERIVED_KINDS = ("dict", "list", "tuple")
-_SAMPLES = 8
-_SAMPLE_NBYTES = 1024
 _LOW_WORD = (1 << 64) - 1
 
 
@@ -36,29 +34,73 @@ class Leaf:
     """One leaf of this rank's state.
 
     Attributes:
-        path: Where it lies.
+        encoded_path: Where it lies, as `encode_path` writes it.
         name: Its name, unique among the leaves of this rank.
         value: What the user has there.
         tensor: What is known of it; None for an object.
     """
 
-    path: StatePath
+    encoded_path: bytes
     name: str
     value: Any
     tensor: LocalTensor | None
 
+    @property
+    def path(self) -> StatePath:
+        """Where it lies."""
+        return decode_path(self.encoded_path)
 
-@dataclass(frozen=True, slots=True)
+
+class _LazyLeaves(Sequence[Leaf]):
+    """The rows of a `LocalState`, made on request."""
+
+    def __init__(self, state: LocalState) -> None:
+        self._state = state
+
+    def __len__(self) -> int:
+        return len(self._state.paths)
+
+    @overload
+    def __getitem__(self, index: int) -> Leaf: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Leaf, ...]: ...
+    def __getitem__(self, index: int | slice) -> Leaf | tuple[Leaf, ...]:
+        state = self._state
+        if isinstance(index, slice):
+            return tuple(self[i] for i in range(*index.indices(len(self))))
+        return Leaf(state.paths[index], state.names[index], state.values[index], state.tensors[index])
+
+    def __iter__(self) -> Iterator[Leaf]:
+        state = self._state
+        return map(Leaf, state.paths, state.names, state.values, state.tensors)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class LocalState:
-    """The leaves of a state in plan order, and how it was nested.
+    """The leaves of a state as columns, and how it was nested.
+
+    Leaves are in plan order, sorted by (UTF-8 plain name, encoded path); each is a row.
 
     Attributes:
-        leaves: Sorted by (UTF-8 plain name, encoded path).
-        flat: Containers, as they were walked.
+        paths: Where each leaf lies, encoded.
+        plain_names: Its plain name.
+        names: Its name, unique among the leaves of this rank.
+        values: What the user has there.
+        tensors: What is known of it; None for an object.
+        flat: The state as it was walked.
     """
 
-    leaves: tuple[Leaf, ...]
+    paths: tuple[bytes, ...]
+    plain_names: tuple[str, ...]
+    names: tuple[str, ...]
+    values: tuple[Any, ...]
+    tensors: tuple[LocalTensor | None, ...]
     flat: FlatState
+
+    @property
+    def leaves(self) -> Sequence[Leaf]:
+        """The rows, made on request."""
+        return _LazyLeaves(self)
 
 
 def read_state(state: Mapping[Any, Any], describe: Describe) -> LocalState:
@@ -67,36 +109,59 @@ def read_state(state: Mapping[Any, Any], describe: Describe) -> LocalState:
     Raises:
         UnsupportedValueError: A value that cannot be stored, named by its key.
     """
-    known: dict[int, LocalTensor | DcpError | None] = {}
+    known: dict[int, LocalTensor | DcpError] = {}
+    alive: list[Any] = []  # so that no other value gets the id of a described one
+    failed: list[Any] = []
 
     def look(value: Any) -> bool:
+        found: LocalTensor | DcpError | None
+        if id(value) in known:
+            return True
         if type(value) in _PLAIN_TYPES:
             return False
-        found = known.get(id(value), known)
-        if found is known:
-            found = known[id(value)] = _describe(value, describe)
-        return found is not None
+        try:
+            found = describe(value)
+        except Exception as error:
+            found = _named_later(error, value)
+            failed.append(value)
+        if found is None:
+            return False
+        known[id(value)] = found
+        alive.append(value)
+        return True
 
     flat = flatten(state, look)
-    leaves = []
-    for (path, value), name in zip(flat.leaves.items(), spell_names(list(flat.leaves)), strict=True):
-        tensor = known[id(value)] if type(value) not in _PLAIN_TYPES and look(value) else None
-        if isinstance(tensor, DcpError):
-            raise type(tensor)(f"{name!r}: {tensor}") from tensor
-        leaves.append(Leaf(path, name, value, tensor))
-    leaves.sort(key=lambda leaf: (plain_name(leaf.path).encode("utf-8", "surrogatepass"), encode_path(leaf.path)))
-    return LocalState(tuple(leaves), flat)
+    names = spell_plain_names(flat.plain_names, lambda row: decode_path(flat.paths[row]))
+    found = [known.get(id(value)) for value in flat.values]
+    for name, error in zip(names, found, strict=True) if failed else ():
+        if isinstance(error, DcpError):
+            raise type(error)(f"{name!r}: {error}") from error
+    rows = _plan_order(flat)
+    tensors: list[Any] = [found[row] for row in rows]
+    return LocalState(
+        _picked(flat.paths, rows), _picked(flat.plain_names, rows), _picked(names, rows), _picked(flat.values, rows),
+        tuple(tensors), flat,
+    )  # fmt: skip
 
 
-def _describe(value: Any, describe: Describe) -> LocalTensor | DcpError | None:
-    """Describe a value; an error is kept until its key is known."""
-    try:
-        return describe(value)
-    except DcpError as error:
+def _plan_order(flat: FlatState) -> list[int]:
+    """The rows by (plain name, encoded path). The order of code points is the order of their UTF-8 bytes."""
+    rows, names, paths = range(len(flat.paths)), flat.plain_names, flat.paths
+    if len(set(names)) == len(names):
+        return sorted(rows, key=names.__getitem__)
+    return sorted(rows, key=lambda row: (names[row], paths[row]))
+
+
+def _picked(column: Sequence[_Cell], rows: Iterable[int]) -> tuple[_Cell, ...]:
+    return tuple(map(column.__getitem__, rows))
+
+
+def _named_later(error: Exception, value: Any) -> DcpError:
+    """What went wrong with describing a value, as an error that is kept until its key is known."""
+    if isinstance(error, DcpError):
         return error
-    except Exception as error:
-        kind = f"{type(value).__module__}.{type(value).__qualname__}"
-        return AdapterError(f"describing a value of type {kind} failed: {type(error).__name__}: {error}")
+    kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    return AdapterError(f"describing a value of type {kind} failed: {type(error).__name__}: {error}")
 
 
 def tabulate(
@@ -110,31 +175,44 @@ def tabulate(
         needs_pickle: Whether an object has no exact encoding.
         compare: Take digests of values that ranks are expected to hold alike.
     """
-    leaves = state.leaves
-    tensors = [leaf.tensor for leaf in leaves if leaf.tensor is not None]
-    width = max((len(tensor.global_shape) for tensor in tensors), default=0)
+    count = len(state.paths)
+    tensors = [tensor for tensor in state.tensors if tensor is not None]
+    is_tensor = np.array([tensor is not None for tensor in state.tensors], dtype=bool)
+    shapes = [tensor.global_shape for tensor in tensors]
     boxes = [box for tensor in tensors for box in tensor.boxes]
-    offsets, sizes = np.zeros((len(boxes), width), dtype=np.int64), np.ones((len(boxes), width), dtype=np.int64)
-    for row, box in enumerate(boxes):
-        offsets[row, : box.ndim], sizes[row, : box.ndim] = box.offsets, box.sizes
-    shape = np.ones((len(leaves), width), dtype=np.int64)
-    columns = np.zeros((4, len(leaves)), dtype=np.uint8)
-    counts = np.zeros(len(leaves), dtype=np.int32)
-    values = np.zeros((len(leaves), 2), dtype=np.uint64)
-    for row, leaf in enumerate(leaves):
-        tensor = leaf.tensor
-        if tensor is None:
-            columns[:, row] = _object_columns(leaf.value, needs_pickle)
-        else:
-            shape[row, : len(tensor.global_shape)] = tensor.global_shape
-            columns[:, row] = TENSOR, tensor.dtype.code, len(tensor.global_shape), _tensor_flags(tensor)
-            counts[row] = len(tensor.boxes)
-        if compare and columns[3, row] & COMPARED:
-            values[row] = _digest_words(leaf, value_digest)
+    width = max(map(len, shapes), default=0)
+    shape, counts = np.ones((count, width), dtype=np.int64), np.zeros(count, dtype=np.int32)
+    shape[is_tensor] = _padded(shapes, width, 1)
+    counts[is_tensor] = [len(tensor.boxes) for tensor in tensors]
+    columns = np.zeros((4, count), dtype=np.uint8)
+    columns[0, is_tensor] = TENSOR
+    columns[1, is_tensor] = _small_numbers([tensor.dtype.code for tensor in tensors])
+    columns[2, is_tensor] = _small_numbers(list(map(len, shapes)))
+    columns[3, is_tensor] = _small_numbers([_tensor_flags(tensor) for tensor in tensors])
+    for row in np.flatnonzero(~is_tensor).tolist():
+        columns[:, row] = _object_columns(state.values[row], needs_pickle)
+    values = np.zeros((count, 2), dtype=np.uint64)
+    for row in np.flatnonzero(columns[3] & COMPARED).tolist() if compare else ():
+        values[row] = _digest_words(state.values[row], state.tensors[row], value_digest)
     return LocalTable(
-        tuple(encode_path(leaf.path) for leaf in leaves), columns[0], columns[1], columns[2], columns[3], counts,
-        _aliases(leaves), shape, offsets, sizes, values,
+        state.paths, columns[0], columns[1], columns[2], columns[3], counts, _aliases(state.tensors), shape,
+        _padded([box.offsets for box in boxes], width, 0), _padded([box.sizes for box in boxes], width, 1), values,
     )  # fmt: skip
+
+
+def _small_numbers(numbers: list[int]) -> UInt8:
+    """Numbers below 256 as a column; numpy takes a list in one by one, bytes at once."""
+    return np.frombuffer(bytes(numbers), dtype=np.uint8)
+
+
+def _padded(rows: Sequence[tuple[int, ...]], width: int, fill: int) -> Int64:
+    """Tuples as the rows of a matrix. Most states have few different ones: numpy reads each once."""
+    position: dict[tuple[int, ...], int] = {}
+    positions = [position.setdefault(row, len(position)) for row in rows]
+    padding = [(fill,) * (width - ndim) for ndim in range(width + 1)]
+    distinct = np.array([row + padding[len(row)] for row in position], dtype=np.int64).reshape(len(position), width)
+    picked: Int64 = distinct[np.array(positions, dtype=np.int64)]
+    return picked
 
 
 def _object_columns(value: Any, needs_pickle: Callable[[Any], bool]) -> tuple[int, int, int, int]:
@@ -148,33 +226,28 @@ def _tensor_flags(tensor: LocalTensor) -> int:
     return (COMPARED if compared else 0) | (RAGGED if tensor.ragged else 0)
 
 
-def _digest_words(leaf: Leaf, value_digest: Callable[[Any], int]) -> tuple[int, int]:
-    if leaf.tensor is None:
-        digest = value_digest(leaf.value)
-    else:
-        digest = xxhash.xxh3_128_intdigest(b"".join(_sample(leaf.tensor.access.read_out(v)) for v in leaf.tensor.views))
+def _digest_words(value: Any, tensor: LocalTensor | None, value_digest: Callable[[Any], int]) -> tuple[int, int]:
+    digest = value_digest(value) if tensor is None else tensor_digest(tensor)
     return digest & _LOW_WORD, digest >> 64
 
 
-def _sample(bits: npt.NDArray[Any]) -> bytes:
-    """What of a value is compared between ranks: all of a small one, blocks spread evenly over a larger one."""
-    if bits.nbytes < TINY_NBYTES:
-        return np.ascontiguousarray(bits).tobytes()
-    count = _SAMPLE_NBYTES // bits.itemsize
-    starts = np.linspace(0, bits.size - count, _SAMPLES).astype(np.int64).tolist()
-    flat = bits.reshape(-1) if bits.flags.c_contiguous else bits.flat
-    return b"".join(flat[start : start + count].tobytes() for start in starts)
-
-
-def _aliases(leaves: Sequence[Leaf]) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
+def _aliases(tensors: Sequence[LocalTensor | None]) -> Int32:
     """For each leaf the first one that is the same memory, cut the same way."""
-    alias = np.arange(len(leaves), dtype=np.int32)
-    first: dict[Any, int] = {}
-    for row, leaf in enumerate(leaves):
-        tensor = leaf.tensor
-        if tensor is not None and tensor.storage is not None and tensor.boxes:
-            key = (tensor.storage, tensor.boxes, tensor.global_shape, tensor.dtype.code)
-            alias[row] = first.setdefault(key, row)
+    alias = np.arange(len(tensors), dtype=np.int32)
+    storages = [tensor.storage if tensor is not None and tensor.boxes else None for tensor in tensors]
+    known = [storage for storage in storages if storage is not None]
+    if len(set(known)) == len(known):
+        return alias
+    rows_of: dict[Hashable, list[int]] = {}
+    for row, storage in enumerate(storages):
+        if storage is not None:
+            rows_of.setdefault(storage, []).append(row)
+    for rows in rows_of.values():
+        first: dict[Any, int] = {}
+        for row in rows if len(rows) > 1 else ():
+            tensor = tensors[row]
+            assert tensor is not None
+            alias[row] = first.setdefault((tensor.boxes, tensor.global_shape, tensor.dtype.code), row)
     return alias
 
 
@@ -194,8 +267,8 @@ def compared_values(table: LocalTable, excluded: Sequence[int]) -> tuple[list[in
 def special_containers(state: LocalState) -> tuple[tuple[bytes, str], ...]:
     """The containers that the paths of the leaves do not determine: empty ones, and kinds of their own. Sorted."""
     flat = state.flat
-    kept = [path for path, kind in flat.containers.items() if path in flat.empty or kind not in _DERIVED_KINDS]
-    return tuple(sorted((encode_path(path), flat.containers[path]) for path in kept))
+    kept = [(path, kind) for path, kind in flat.kinds.items() if path in flat.hollow or kind not in _DERIVED_KINDS]
+    return tuple(sorted(kept))
 
 
 def check_writable(tensor: LocalTensor, name: str) -> None:

@@ -113,7 +113,7 @@ def decode_paths(blob: bytes | memoryview, offset: int = 0) -> tuple[tuple[bytes
     text = zlib.decompress(memoryview(blob)[start : start + nbytes])
     lengths, end = decode_column(blob, start + nbytes)
     bounds = [0, *np.cumsum(lengths, dtype=np.int64).tolist()]
-    return tuple(text[a:b] for a, b in pairwise(bounds)), end
+    return tuple([text[a:b] for a, b in pairwise(bounds)]), end
 
 
 def encode_table(table: LocalTable) -> EncodedTable:

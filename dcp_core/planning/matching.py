@@ -12,14 +12,17 @@ import difflib
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import TypeVar
 
 from dcp_core.dtype import DType, conversion
-from dcp_core.errors import DTypeMismatchError, MissingKeysError, PlanningError, ShapeMismatchError
+from dcp_core.errors import DcpError, DTypeMismatchError, MissingKeysError, PlanningError, ShapeMismatchError
 from dcp_core.metadata import EVERY_RANK, Metadata, StoredObject, StoredTensor
-from dcp_core.planning.load_plan import Wanted, WantedObject
+from dcp_core.planning.bulk_matching import REFUSED, PlainMatches, lossy_text, match_plainly, wanted_boxes
+from dcp_core.planning.leaves import LocalTensor
 from dcp_core.planning.local_plan import Leaf, LocalState, check_writable
-from dcp_core.state_path import PerRank, StatePath, canonical_name, encode_path, plain_name
+from dcp_core.planning.wanted import WantedBoxes, WantedObject
+from dcp_core.state_path import PerRank, StatePath, canonical_name, decode_path, plain_name
 
 _logger = logging.getLogger("dcp.planning")
 
@@ -43,20 +46,29 @@ class MatchRules:
     cast: str = "auto"
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Matches:
     """What will be loaded.
 
     Attributes:
         wanted: Boxes to fill.
         objects: Objects to fetch.
-        missing: Keys that the checkpoint lacks.
         lossy: "key: dtype to dtype" for conversions that lose precision.
         borrowed: Keys whose value differed between ranks, taken from the lowest rank.
     """
 
-    wanted: list[Wanted] = field(default_factory=list)
-    objects: list[WantedObject] = field(default_factory=list)
+    wanted: WantedBoxes
+    objects: Sequence[WantedObject]
+    lossy: Sequence[str]
+    borrowed: Sequence[str]
+
+
+@dataclass(slots=True)
+class _Findings:
+    """What was found for leaves that were looked at one by one."""
+
+    tensors: dict[int, StoredTensor] = field(default_factory=dict)
+    objects: dict[int, StoredObject] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
     lossy: list[str] = field(default_factory=list)
     borrowed: list[str] = field(default_factory=list)
@@ -69,17 +81,37 @@ def match_state(state: LocalState, metadata: Metadata, rank: int, world_size: in
         MissingKeysError: Keys that the checkpoint lacks, all of them named; or an empty container where it has entries.
         ShapeMismatchError, DTypeMismatchError, PlanningError: A target that does not fit.
     """
-    found = Matches()
     _refuse_empty_containers(state, metadata, metadata.world_size == world_size)
-    for position, leaf in enumerate(state.leaves):
-        _match_leaf(position, leaf, metadata, rank, world_size, rules, found)
+    plain = _plain_matches(state, metadata, rules)
+    found, matched = _Findings(), {*plain.leaf.tolist(), *plain.objects}
+    for position in range(len(state.paths)):
+        if position not in matched:
+            _match_leaf(position, state.leaves[position], metadata, rank, world_size, rules, found)
     if found.missing and not rules.allow_partial_load:
         raise _missing_error(found.missing, metadata)
-    return found
+    wanted = wanted_boxes(state, plain, found.tensors)
+    objects = [
+        WantedObject(state.names[position], position, decode_path(state.paths[position]), stored)
+        for position, stored in sorted({**plain.objects, **found.objects}.items(), key=itemgetter(0))
+    ]
+    return Matches(wanted, objects, (*plain.lossy, *found.lossy), found.borrowed)
+
+
+def _plain_matches(state: LocalState, metadata: Metadata, rules: MatchRules) -> PlainMatches:
+    """What can be matched without looking at leaves one by one."""
+
+    def kind_of(stored: DType, target: DType) -> str:
+        kind = conversion(stored, target)
+        return kind if kind in _allowed(rules.cast, kind) else REFUSED
+
+    try:
+        return match_plainly(state, metadata.source, kind_of)
+    except DcpError:  # the first leaf that needs what is damaged says so, unless one before it does not fit
+        return PlainMatches.nothing()
 
 
 def _match_leaf(
-    position: int, leaf: Leaf, metadata: Metadata, rank: int, world_size: int, rules: MatchRules, found: Matches
+    position: int, leaf: Leaf, metadata: Metadata, rank: int, world_size: int, rules: MatchRules, found: _Findings
 ) -> None:
     tensors, objects = find_entries(metadata, leaf.path)
     same_world = metadata.world_size == world_size
@@ -104,35 +136,38 @@ def _match_leaf(
                 f"{leaf.name!r} holds one value per rank, and rank {rank} saved none (ranks {ranks} did); leave the "
                 "key out on this rank"
             )
-        found.objects.append(WantedObject(leaf.name, position, leaf.path, stored))
+        found.objects[position] = stored
         return
     if not tensors:
         raise PlanningError(
             f"{leaf.name!r}: the checkpoint has a plain value, the target has a tensor of shape "
             f"{leaf.tensor.global_shape}; put a plain value there"
         )
-    _match_tensor(position, leaf, _pick(tensors, rank, same_world, leaf.name, found.borrowed), rules, found)
+    picked = _pick(tensors, rank, same_world, leaf.name, found.borrowed)
+    if _check_tensor(leaf.name, leaf.tensor, picked, rules) == "lossy":
+        found.lossy.append(lossy_text(leaf.name, picked.dtype, leaf.tensor.dtype))
+    found.tensors[position] = picked
 
 
-def _match_tensor(position: int, leaf: Leaf, stored: StoredTensor, rules: MatchRules, found: Matches) -> None:
-    tensor = leaf.tensor
-    assert tensor is not None
+def _check_tensor(name: str, tensor: LocalTensor, stored: StoredTensor, rules: MatchRules) -> str:
+    """Refuse a target that a tensor cannot fill; say how its elements are converted."""
     if stored.shape != tensor.global_shape:
         raise ShapeMismatchError(
-            f"{leaf.name!r}: the checkpoint has global shape {stored.shape}, the target {tensor.global_shape}; "
+            f"{name!r}: the checkpoint has global shape {stored.shape}, the target {tensor.global_shape}; "
             "make the target with the shape that was saved"
         )
-    if _check_dtype(leaf.name, stored.dtype, tensor.dtype, rules.cast) == "lossy":
-        found.lossy.append(f"{leaf.name}: {stored.dtype.name} to {tensor.dtype.name}")
-    check_writable(tensor, leaf.name)
-    for ordinal, box in enumerate(tensor.boxes):
-        found.wanted.append(Wanted(leaf.name, position, ordinal, box, tensor.dtype, stored))
+    kind = _check_dtype(name, stored.dtype, tensor.dtype, rules.cast)
+    check_writable(tensor, name)
+    return kind
+
+
+def _allowed(cast: str, kind: str) -> tuple[str, ...]:
+    return {"exact": ("same",), "auto": ("same", "lossless", "lossy")}.get(cast, (kind,))
 
 
 def _check_dtype(name: str, stored: DType, target: DType, cast: str) -> str:
     kind = conversion(stored, target)
-    allowed = {"exact": ("same",), "auto": ("same", "lossless", "lossy")}.get(cast, (kind,))
-    if kind in allowed:
+    if kind in _allowed(cast, kind):
         return kind
     remedy = "make the target with the stored dtype" + (
         "" if cast == "exact" else ', or pass cast="any" to the planner'
@@ -176,22 +211,21 @@ def _pick(entries: Sequence[_Entry], rank: int, same_world: bool, name: str, bor
 def _refuse_empty_containers(state: LocalState, metadata: Metadata, same_world: bool) -> None:
     """An empty container where the checkpoint has entries would load nothing and say nothing."""
     names: Sequence[str] | None = None
-    for path in state.flat.empty:
-        if not path:
-            continue
+    for encoded in sorted(state.flat.hollow - {b""}):
+        path = decode_path(encoded)
         tensors, objects = find_entries(metadata, path)
         if tensors or objects:
             exact = path in (*(tensor.path for tensor in tensors), *(entry.path for entry in objects))
-            if path not in state.flat.containers or not exact:
+            if encoded not in state.flat.kinds or not exact:
                 continue  # an empty list or tuple is a plain value; and another key's value is none of its business
             raise PlanningError(
-                f"{plain_name(path)!r} is an empty {state.flat.containers[path]} in the target and a value in the "
+                f"{plain_name(path)!r} is an empty {state.flat.kinds[encoded]} in the target and a value in the "
                 "checkpoint; put None there to have it replaced, or leave the key out"
             )
         names = list(metadata.source.names()) if names is None else names
         prefixes = plain_name(path) + ".", canonical_name(path) + "["
         inside = next(filter(None, (_first_with_prefix(names, prefix) for prefix in prefixes)), None)
-        if inside is not None and not _was_saved_empty(path, metadata, same_world):
+        if inside is not None and not _was_saved_empty(encoded, metadata, same_world):
             raise MissingKeysError(
                 f"{plain_name(path)!r} is empty in the target but the checkpoint has entries there ({inside!r} and "
                 "more); warm the target up first (an optimizer: make its state, for example by one step with zero "
@@ -199,9 +233,9 @@ def _refuse_empty_containers(state: LocalState, metadata: Metadata, same_world: 
             )
 
 
-def _was_saved_empty(path: StatePath, metadata: Metadata, same_world: bool) -> bool:
+def _was_saved_empty(encoded: bytes, metadata: Metadata, same_world: bool) -> bool:
     """Whether some rank of a job of this size saved an empty dict there, as a stage without parameters does."""
-    return same_world and (encode_path(path), "dict") in metadata.source.nesting.containers
+    return same_world and (encoded, "dict") in metadata.source.nesting.containers
 
 
 def _first_with_prefix(names: Sequence[str], prefix: str) -> str | None:

@@ -16,11 +16,13 @@ import numpy.typing as npt
 
 from dcp_core.metadata import Metadata
 from dcp_core.planning.items import ReadItem, WriteItem
-from dcp_core.planning.leaves import LocalTensor, TensorAccess
+from dcp_core.planning.leaves import DeviceBits, LocalTensor, TensorAccess
 from dcp_core.planning.plans import SavePlan
+from dcp_core.planning.write_columns import Chunk
 
 if TYPE_CHECKING:
     from dcp_core.planning.load_plan import LoadPlan
+    from dcp_core.planning.read_spans import ReadSpan
 
 
 class ValueCodec(Protocol):
@@ -93,8 +95,12 @@ class SavePlanner(ABC):
         """Look at this rank's final plan; it must keep its items."""
 
     @abstractmethod
-    def get_data(self, item: WriteItem) -> npt.NDArray[Any] | bytes:
-        """The bits of a region as an array of shape `item.sizes`, or the bytes of an object."""
+    def get_data(self, item: WriteItem) -> npt.NDArray[Any] | DeviceBits | bytes:
+        """The bits of a region as an array of shape `item.sizes`, or still on a device; or the bytes of an object."""
+
+    def get_batch(self, spans: Sequence[Chunk]) -> Sequence[npt.NDArray[Any] | DeviceBits]:
+        """What `get_data` gives for each of some regions; storages ask for a few hundred at a time."""
+        return [self.get_data(span.item) for span in spans]  # type: ignore[misc]  # no objects among regions
 
     def options(self) -> str:
         """What must agree between ranks, and what a cached plan depends on."""
@@ -127,7 +133,11 @@ class LoadPlanner(ABC):
 
     @abstractmethod
     def acquire_tensor(self, item: ReadItem) -> Any:
-        """The view that a region goes to, of shape `item.lengths`."""
+        """The view that a region goes to, of shape `item.lengths`.
+
+        Called on the thread that loads, in the order of reading. Many regions are acquired before the first of them is
+        applied: give each memory of its own.
+        """
 
     @abstractmethod
     def access(self, item: ReadItem) -> TensorAccess:
@@ -135,7 +145,16 @@ class LoadPlanner(ABC):
 
     @abstractmethod
     def apply_tensor(self, item: ReadItem, tensor: Any) -> None:
-        """Told that the view has been filled."""
+        """Told that the view has been filled; in the order in which regions were acquired."""
+
+    def acquire_batch(self, spans: Sequence[ReadSpan]) -> Sequence[tuple[Any, TensorAccess]]:
+        """For each of many regions its view, and how to reach the elements: `acquire_tensor` and `access`."""
+        return [(self.acquire_tensor(span.item), self.access(span.item)) for span in spans]
+
+    def apply_batch(self, spans: Sequence[ReadSpan], views: Sequence[Any]) -> None:
+        """Told that the views of many regions have been filled: `apply_tensor`."""
+        for span, view in zip(spans, views, strict=True):
+            self.apply_tensor(span.item, view)
 
     @abstractmethod
     def apply_bytes(self, item: ReadItem, value: bytes) -> None:

@@ -6,64 +6,23 @@ items again, for planners that filter, rename or redirect.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import overload
 
 import numpy as np
 
-from dcp_core.dtype import BY_CODE, ITEMSIZE, DType
 from dcp_core.errors import PlanningError
-from dcp_core.metadata import Int64, MetadataIndex
+from dcp_core.metadata import Int64
 from dcp_core.planning.items import ItemType, WriteItem
-from dcp_core.planning.layout import lay_out
 from dcp_core.planning.local_table import TENSOR, LocalTable
+from dcp_core.planning.path_names import names_of_paths
+from dcp_core.planning.write_items import PlanItems, WrittenRegions
 from dcp_core.planning.write_list import WriteList
-from dcp_core.state_path import PathKey, canonical_name, decode_path, encode_path, plain_name, spell_names
+from dcp_core.planning.write_spans import AllSpans, ChunkSpan, WriteSpans
+from dcp_core.state_path import PathKey, decode_path, encode_path, spell_plain_names
 
-
-@dataclass(frozen=True, slots=True)
-class ChunkSpan:
-    """A region to write, and where it lies in its file.
-
-    Attributes:
-        item: What it is.
-        key: Its name in the file's header, unique there.
-        dtype: Element type.
-        byte_offset: Start in the data section.
-        nbytes: Length.
-    """
-
-    item: WriteItem
-    key: str
-    dtype: DType
-    byte_offset: int
-    nbytes: int
-
-
-class _LazyItems(Sequence[WriteItem]):
-    """The items of a plan, objects after tensors."""
-
-    def __init__(self, plan: SavePlan) -> None:
-        self._plan = plan
-
-    def __len__(self) -> int:
-        return len(self._plan.writes.leaf) + len(self._plan.writes.object_leaf)
-
-    @overload
-    def __getitem__(self, index: int) -> WriteItem: ...
-    @overload
-    def __getitem__(self, index: slice) -> tuple[WriteItem, ...]: ...
-    def __getitem__(self, index: int | slice) -> WriteItem | tuple[WriteItem, ...]:
-        if isinstance(index, slice):
-            return tuple(self[i] for i in range(*index.indices(len(self))))
-        position = range(len(self))[index]
-        regions = len(self._plan.writes.leaf)
-        return self._plan.tensor_item(position) if position < regions else self._plan.object_item(position - regions)
-
-    def __iter__(self) -> Iterator[WriteItem]:
-        return (self[position] for position in range(len(self)))
+__all__ = ["ChunkSpan", "Narrowing", "SavePlan"]
 
 
 class SavePlan:
@@ -75,68 +34,71 @@ class SavePlan:
         containers: (encoded path, kind) of the containers that the paths of the leaves do not determine, sorted.
     """
 
-    def __init__(self, table: LocalTable, writes: WriteList, containers: tuple[tuple[bytes, str], ...] = ()) -> None:
+    def __init__(
+        self,
+        table: LocalTable,
+        writes: WriteList,
+        containers: tuple[tuple[bytes, str], ...] = (),
+        *,
+        plain_names: Sequence[str] | None = None,
+    ) -> None:
         self.table = table
         self.writes = writes
         self.containers = containers
+        self._given_names = plain_names
 
     @classmethod
-    def of_everything(cls, table: LocalTable, containers: tuple[tuple[bytes, str], ...] = ()) -> SavePlan:
-        """The plan that writes all that the rank holds."""
+    def of_everything(
+        cls,
+        table: LocalTable,
+        containers: tuple[tuple[bytes, str], ...] = (),
+        *,
+        plain_names: Sequence[str] | None = None,
+    ) -> SavePlan:
+        """The plan that writes all that the rank holds.
+
+        Args:
+            table: What it holds.
+            containers: As in the plan.
+            plain_names: Plain name of each leaf, where they are known already.
+        """
         leaf = table.leaf_of_row().astype(np.int32)
         objects = np.flatnonzero(table.kind != TENSOR).astype(np.int32)
         ordinal = table.ordinal_of_row().astype(np.int32)
-        return cls(table, WriteList(leaf, ordinal, np.zeros_like(table.sizes), table.sizes, objects), containers)
+        writes = WriteList(leaf, ordinal, np.zeros_like(table.sizes), table.sizes, objects)
+        return cls(table, writes, containers, plain_names=plain_names)
+
+    def with_writes(self, writes: WriteList) -> SavePlan:
+        """The plan that writes something else of the same table."""
+        return SavePlan(self.table, writes, self.containers, plain_names=self._plain_names)
+
+    @cached_property
+    def _plain_names(self) -> Sequence[str]:
+        return names_of_paths(self.table.paths) if self._given_names is None else self._given_names
 
     @cached_property
     def names(self) -> tuple[str, ...]:
         """Printed name of each leaf."""
-        paths = [decode_path(path) for path in self.table.paths]
         is_local = not self.writes.plan_digest
-        names = spell_names(paths) if is_local else [plain_name(path) for path in paths]
+        plain, paths = self._plain_names, self.table.paths
+        names = spell_plain_names(plain, lambda leaf: decode_path(paths[leaf])) if is_local else list(plain)
         for leaf, name in self.writes.names.items():
             names[leaf] = name
         return tuple(names)
 
-    @property
+    @cached_property
+    def _regions(self) -> WrittenRegions:
+        return WrittenRegions(self.table, self.writes, self.names)
+
+    @cached_property
     def items(self) -> Sequence[WriteItem]:
         """The plan's items, made on request."""
-        return _LazyItems(self)
+        return PlanItems(self._regions, self.names)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the tensor regions."""
-        return int(self._region_nbytes().sum())
-
-    def _region_nbytes(self) -> Int64:
-        numel = np.prod(self.writes.sizes, axis=1, dtype=np.int64)
-        nbytes: Int64 = numel * ITEMSIZE[self.table.dtype[self.writes.leaf]]
-        return nbytes
-
-    @cached_property
-    def _first_row(self) -> Int64:
-        return np.cumsum(self.table.boxes, dtype=np.int64) - self.table.boxes
-
-    def tensor_item(self, position: int) -> WriteItem:
-        """The item of one region."""
-        writes, table = self.writes, self.table
-        leaf, ordinal = int(writes.leaf[position]), int(writes.ordinal[position])
-        ndim = int(table.ndim[leaf])
-        start = tuple(writes.start[position, :ndim].tolist())
-        sizes = tuple(writes.sizes[position, :ndim].tolist())
-        box = table.offsets[int(self._first_row[leaf]) + ordinal, :ndim].tolist()
-        offset = tuple(a + b for a, b in zip(box, start, strict=True))
-        dtype = BY_CODE[int(table.dtype[leaf])]
-        nbytes = int(np.prod(sizes, dtype=np.int64)) * dtype.itemsize
-        return WriteItem(
-            MetadataIndex(self.names[leaf], offset), ItemType.TENSOR, sizes, nbytes, leaf, ordinal, start, dtype,
-            tuple(table.shape[leaf, :ndim].tolist()),
-        )  # fmt: skip
-
-    def object_item(self, position: int) -> WriteItem:
-        """The item of one object."""
-        leaf = int(self.writes.object_leaf[position])
-        return WriteItem(MetadataIndex(self.names[leaf]), ItemType.BYTES, (), 0, leaf)
+        return int(self._regions.nbytes.sum())
 
     def with_items(self, items: Iterable[WriteItem]) -> SavePlan:
         """Make the plan that writes just these items.
@@ -160,11 +122,12 @@ class SavePlan:
             leaf=np.array([item.leaf for item in tensors], dtype=np.int32),
             ordinal=np.array([item.box for item in tensors], dtype=np.int32),
             start=start, sizes=sizes, object_leaf=np.array([item.leaf for item in objects], dtype=np.int32),
+            part_rows=np.zeros(0, dtype=np.int64),
         )  # fmt: skip
         self._check_names(chosen)
         renamed = {item.leaf: item.index.fqn for item in chosen if item.index.fqn != self.names[item.leaf]}
         if not renamed:
-            return SavePlan(self.table, writes, self.containers)
+            return self.with_writes(writes)
         paths = list(self.table.paths)
         for leaf, name in renamed.items():
             paths[leaf] = encode_path((PathKey("key", name),))
@@ -206,27 +169,25 @@ class SavePlan:
         )
         return (table, None) if everything else _narrowed(table, writes)
 
-    def spans(self) -> list[ChunkSpan]:
-        """The regions in the order of their file's bytes, with their places."""
+    def spans(self) -> WriteSpans:
+        """The regions in the order of their files' bytes, part after part, with their places."""
+        return self._spans
+
+    @cached_property
+    def _spans(self) -> WriteSpans:
         writes = self.writes
-        count = len(writes.leaf)
-        keys = [self.names[leaf].encode() for leaf in writes.leaf.tolist()]
-        items = [self.tensor_item(position) for position in range(count)]
-        walk = sorted(range(count), key=lambda i: (keys[i], items[i].index.offset))
-        nbytes = self._region_nbytes()[walk]
-        layout = lay_out(np.zeros(count, dtype=np.int64), nbytes, 1)
-        file_keys = name_chunks([items[i] for i in walk])
-        return [
-            ChunkSpan(
-                items[walk[row]], file_keys[row], BY_CODE[int(self.table.dtype[items[walk[row]].leaf])],
-                int(layout.byte_offset[row]), int(nbytes[row]),
-            )
-            for row in layout.order.tolist()
-        ]  # fmt: skip
+        if len(writes.part_rows):
+            return WriteSpans(AllSpans(self._regions, writes.part_rows))
+        rows, part_rows = self._regions.order_of_bytes()
+        placed = replace(
+            writes, leaf=writes.leaf[rows], ordinal=writes.ordinal[rows], start=writes.start[rows],
+            sizes=writes.sizes[rows], part_rows=part_rows,
+        )  # fmt: skip
+        return WriteSpans(AllSpans(WrittenRegions(self.table, placed, self.names), part_rows))
 
     def objects(self) -> list[WriteItem]:
         """The objects in the order of the `.bytes` file."""
-        return [self.object_item(position) for position in range(len(self.writes.object_leaf))]
+        return PlanItems(self._regions, self.names).objects
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -278,27 +239,3 @@ def _narrowed(table: LocalTable, writes: WriteList) -> tuple[LocalTable, Narrowi
     )  # fmt: skip
     first_row = np.cumsum(boxes, dtype=np.int64) - boxes
     return narrow, Narrowing(kept, writes.ordinal[order].astype(np.int64), writes.start[order], first_row)
-
-
-def name_chunks(items: Sequence[WriteItem]) -> list[str]:
-    """Name the chunks of one file: the tensor's name, with `@` and the offsets where it has several there.
-
-    A name that would meet another is spelled canonically, its `@` escaped.
-    """
-    several: dict[str, int] = {}
-    for item in items:
-        several[item.index.fqn] = several.get(item.index.fqn, 0) + 1
-    single = {name for name, count in several.items() if count == 1}
-    keys, taken = [], set(single)
-    for item in items:
-        name, offset = item.index.fqn, item.index.offset or ()
-        key = name if name in single else _with_offsets(name, offset)
-        if name not in single and key in taken:
-            key = _with_offsets(canonical_name((PathKey("key", name),)), offset)
-        taken.add(key)
-        keys.append(key)
-    return keys
-
-
-def _with_offsets(name: str, offset: tuple[int, ...]) -> str:
-    return f"{name}@{','.join(map(str, offset))}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 from typing import cast as as_type
 
@@ -14,12 +14,14 @@ from dcp_core.errors import ArgumentError, PlanningError
 from dcp_core.file_names import TENSOR_FILE
 from dcp_core.metadata import ChunkColumns
 from dcp_core.planning.items import ReadItem
-from dcp_core.planning.leaves import LocalTensor, TensorAccess
+from dcp_core.planning.leaves import TensorAccess
 from dcp_core.planning.load_plan import LoadPlan
 from dcp_core.planning.matching import MatchRules, match_state, warn_once
 from dcp_core.planning.planner_state import PlannerState
 from dcp_core.planning.planners import LoadPlanner, PlannerContext
+from dcp_core.planning.read_spans import ReadSpan, ReadSpans
 from dcp_core.planning.regions import intersect_chunks
+from dcp_core.planning.wanted import WantedBoxes
 from dcp_core.state_path import PerRank
 from dcp_core.state_tree import set_value
 
@@ -44,6 +46,8 @@ class StandardLoadPlanner(PlannerState, LoadPlanner):
         self.rules = MatchRules(allow_partial_load, cast)
         self._target: Mapping[Any, Any] = {}
         self._plan: LoadPlan | None = None
+        self._targets: list[tuple[Any, TensorAccess]] = []
+        self._rows: dict[tuple[str, int], int] = {}
 
     def options(self) -> str:
         """What must agree between ranks."""
@@ -52,7 +56,7 @@ class StandardLoadPlanner(PlannerState, LoadPlanner):
     def configure_planner(self, state_dict: Mapping[Any, Any], context: PlannerContext) -> None:
         """Read the target: leaves, boxes, memory."""
         super().configure_planner(state_dict, context)
-        self._target = state_dict
+        self._target, self._plan = state_dict, None
 
     def build_local_plan(self) -> LoadPlan:
         """Match the target with the checkpoint and find the regions that fill it.
@@ -74,8 +78,9 @@ class StandardLoadPlanner(PlannerState, LoadPlanner):
         def own_file(chunks: ChunkColumns) -> npt.NDArray[np.bool_]:
             return as_type("npt.NDArray[np.bool_]", own_files[chunks.file])
 
-        plan = LoadPlan(found.wanted, found.objects, intersect_chunks(found.wanted, own_file))
-        self._plan = plan
+        reads = intersect_chunks(found.wanted, own_file)
+        plan = LoadPlan(found.wanted, found.objects, reads, share_memory=self._share_memory(found.wanted))
+        self._take(plan)
         return plan
 
     def build_global_plan(self, all_plans: Sequence[LoadPlan]) -> Sequence[LoadPlan]:
@@ -84,23 +89,38 @@ class StandardLoadPlanner(PlannerState, LoadPlanner):
 
     def finalize_plan(self, plan: LoadPlan) -> LoadPlan:
         """Remember the plan that is carried out."""
-        self._plan = plan
+        self._take(plan)
         return plan
 
     def acquire_tensor(self, item: ReadItem) -> Any:
         """The part of the target's memory that a region goes to."""
-        tensor, ordinal = self._target_of(item)
-        view, box = tensor.views[ordinal], tensor.boxes[ordinal]
+        row = self._box_of(item)
+        (view, access), box = self._targets[row], self._current_plan().wanted.boxes[row]
         if item.lengths == box.sizes:
             return view
-        return tensor.access.narrow(view, Box(item.dest_offsets, item.lengths))
+        return access.narrow(view, Box(item.dest_offsets, item.lengths))
 
     def access(self, item: ReadItem) -> TensorAccess:
         """How to reach the elements of that part."""
-        return self._target_of(item)[0].access
+        return self._targets[self._box_of(item)][1]
+
+    def acquire_batch(self, spans: Sequence[ReadSpan]) -> Sequence[tuple[Any, TensorAccess]]:
+        """The parts of the targets' memory that regions go to, and how to reach their elements."""
+        if not isinstance(spans, ReadSpans) or spans.boxes is not self._current_plan().wanted or self._is_extended():
+            return super().acquire_batch(spans)
+        found = [self._targets[row] for row in spans.wanted.tolist()]
+        for row in np.flatnonzero(~spans.fills_box).tolist():
+            (view, access), item = found[row], spans[row].item
+            found[row] = access.narrow(view, Box(item.dest_offsets, item.lengths)), access
+        return found
 
     def apply_tensor(self, item: ReadItem, tensor: Any) -> None:
         """Nothing is left to do: the elements are in the target already."""
+
+    def apply_batch(self, spans: Sequence[ReadSpan], views: Sequence[Any]) -> None:
+        """Told that views have been filled."""
+        if self._is_extended():
+            super().apply_batch(spans, views)
 
     def apply_bytes(self, item: ReadItem, value: bytes) -> None:
         """Decode an object and put it in its place in the target."""
@@ -109,12 +129,50 @@ class StandardLoadPlanner(PlannerState, LoadPlanner):
         decoded = self.context.codec.decode(value, leaf.name)
         set_value(self._target, leaf.path, PerRank(decoded) if isinstance(leaf.value, PerRank) else decoded)
 
-    def _target_of(self, item: ReadItem) -> tuple[LocalTensor, int]:
-        wanted = self._current_plan().wanted_by_index[item.dest_index.fqn, item.dest_index.index or 0]
-        tensor = self.state.leaves[wanted.leaf].tensor
-        if tensor is None:
-            raise PlanningError(f"{wanted.name!r} is no tensor")
-        return tensor, wanted.ordinal
+    def _take(self, plan: LoadPlan) -> None:
+        if self._plan is None or plan.wanted is not self._plan.wanted:
+            self._rows, self._targets = {}, self._targets_of(plan.wanted)
+        self._plan = plan
+
+    def _targets_of(self, boxes: WantedBoxes) -> list[tuple[Any, TensorAccess]]:
+        """For each wanted box the target's view, and how to reach its elements."""
+        tensors = self.state.tensors
+        found = []
+        for name, leaf, ordinal in zip(boxes.names, boxes.leaves, boxes.ordinals, strict=True):
+            tensor = tensors[leaf]
+            if tensor is None:
+                raise PlanningError(f"{name!r} is no tensor")
+            found.append((tensor.views[ordinal], tensor.access))
+        return found
+
+    def _box_of(self, item: ReadItem) -> int:
+        """Index of the wanted box that an item fills."""
+        if not self._rows:
+            boxes = self._current_plan().wanted
+            self._rows = {key: row for row, key in enumerate(zip(boxes.names, boxes.ordinals, strict=True))}
+        return self._rows[item.dest_index.fqn, item.dest_index.index or 0]
+
+    def _share_memory(self, boxes: WantedBoxes) -> bool:
+        """Whether two leaves that are the same memory are filled from different chunks."""
+        tensors = self.state.tensors
+        leaves = list(dict.fromkeys(boxes.leaves))
+        keys = [None if (tensor := tensors[leaf]) is None else tensor.storage for leaf in leaves]
+        if len(set(keys) - {None}) == len(keys) - keys.count(None):
+            return False
+        filled_from: dict[Hashable, tuple[bytes, bytes, tuple[Box, ...]]] = {}
+        for row, leaf in enumerate(boxes.leaves):
+            tensor = tensors[leaf]
+            if tensor is not None and tensor.storage is not None and boxes.ordinals[row] == 0:
+                chunks = boxes.stored(row).chunks
+                source = chunks.file.tobytes(), chunks.byte_offset.tobytes(), tensor.boxes
+                if filled_from.setdefault(tensor.storage, source) != source:
+                    return True
+        return False
+
+    def _is_extended(self) -> bool:
+        """Whether a subclass wants to be asked about each region."""
+        methods = ("acquire_tensor", "access", "apply_tensor")
+        return any(getattr(getattr(self, m), "__func__", None) is not getattr(StandardLoadPlanner, m) for m in methods)
 
     def _current_plan(self) -> LoadPlan:
         if self._plan is None:

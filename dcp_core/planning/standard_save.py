@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import count
 from typing import Any, overload
 
 import numpy.typing as npt
 
+from dcp_core.box import Box
 from dcp_core.errors import ArgumentError, PlanningError
 from dcp_core.planning.global_plan import GlobalPlan, PlanOptions, plan_globally
 from dcp_core.planning.global_table import merge_tables
 from dcp_core.planning.items import ItemType, WriteItem
+from dcp_core.planning.leaves import DeviceBits, LocalTensor
 from dcp_core.planning.local_plan import special_containers, tabulate
 from dcp_core.planning.local_table import decode_table, encode_table
 from dcp_core.planning.planner_state import PlannerState
 from dcp_core.planning.planners import SavePlanner
 from dcp_core.planning.plans import Narrowing, SavePlan
+from dcp_core.planning.write_columns import Chunk
+from dcp_core.planning.write_items import WrittenRegions
 from dcp_core.planning.write_list import decode_answer, encode_answers, encode_write_list
+from dcp_core.planning.write_spans import WriteSpans
 from dcp_core.state_path import PerRank
 
 
@@ -137,7 +143,7 @@ class StandardSavePlanner(PlannerState, SavePlanner):
         context = self.context
         compare = context.use_collectives and context.world_size > 1
         table = tabulate(self.state, context.codec.digest, context.codec.needs_pickle, compare=compare)
-        return SavePlan.of_everything(table, special_containers(self.state))
+        return SavePlan.of_everything(table, special_containers(self.state), plain_names=self.state.plain_names)
 
     def build_global_plan(self, all_plans: Sequence[SavePlan]) -> Sequence[SavePlan]:
         """Share the replica sets out, check coverage, lay the files out."""
@@ -155,17 +161,47 @@ class StandardSavePlanner(PlannerState, SavePlanner):
         """Return the plan as it is."""
         return plan
 
-    def get_data(self, item: WriteItem) -> npt.NDArray[Any] | bytes:
+    def get_data(self, item: WriteItem) -> npt.NDArray[Any] | DeviceBits | bytes:
         """The bits of a region, sharing the tensor's memory where that is on the host; or an object's bytes."""
-        leaf = self.state.leaves[item.leaf]
-        if item.type is ItemType.BYTES or leaf.tensor is None:
-            value = leaf.value.value if isinstance(leaf.value, PerRank) else leaf.value
-            return self.context.codec.encode(value, leaf.name)
-        tensor = leaf.tensor
+        tensor = self.state.tensors[item.leaf]
+        if item.type is ItemType.BYTES or tensor is None:
+            value = self.state.values[item.leaf]
+            value = value.value if isinstance(value, PerRank) else value
+            return self.context.codec.encode(value, self.state.names[item.leaf])
         view, box = tensor.views[item.box], tensor.boxes[item.box]
         if item.sizes != box.sizes:
-            view = tensor.access.narrow(view, type(box)(item.start, item.sizes))
-        return tensor.access.read_out(view)
+            view = tensor.access.narrow(view, Box(item.start, item.sizes))
+        return _bits_of(tensor, view, item.sizes)
+
+    def get_batch(self, spans: Sequence[Chunk]) -> Sequence[npt.NDArray[Any] | DeviceBits]:
+        """The bits of some regions, as `get_data` gives them."""
+        is_own = getattr(self.get_data, "__func__", None) is StandardSavePlanner.get_data
+        if not is_own or not isinstance(spans, WriteSpans):
+            return super().get_batch(spans)
+        return [
+            _bits_of(tensor, view, sizes)
+            for tensor, view, sizes in self._views(spans.every.regions, spans.rows)
+        ]  # fmt: skip
+
+    def _views(self, regions: WrittenRegions, rows: slice) -> Iterator[tuple[LocalTensor, Any, tuple[int, ...]]]:
+        """The view of each region, with its tensor and its sizes."""
+        tensors, writes = self.state.tensors, regions.writes
+        columns = writes.leaf[rows].tolist(), writes.ordinal[rows].tolist(), regions.is_whole[rows]
+        for row, leaf, ordinal, is_whole in zip(count(rows.start), *columns, strict=False):
+            tensor = tensors[leaf]
+            assert tensor is not None, "regions are parts of tensors"
+            view, sizes = tensor.views[ordinal], tensor.boxes[ordinal].sizes
+            if not is_whole:
+                start, sizes = (tuple(column[row, : len(sizes)].tolist()) for column in (writes.start, writes.sizes))
+                view = tensor.access.narrow(view, Box(start, sizes))
+            yield tensor, view, sizes
+
+
+def _bits_of(tensor: LocalTensor, view: Any, sizes: tuple[int, ...]) -> npt.NDArray[Any] | DeviceBits:
+    """The bits of a view: in their own memory on the host, else to be copied later, block by block."""
+    access = tensor.access
+    bits = access.host_array(view) if tensor.device == "cpu" else None
+    return DeviceBits(view, access, sizes, tensor.dtype.bits) if bits is None else bits
 
 
 def _checked_flag(name: str, value: object) -> bool:

@@ -18,10 +18,9 @@ from dcp_core.planning.divergence import lowest_coefficients
 from dcp_core.planning.global_plan import GlobalPlan
 from dcp_core.planning.int_columns import decode_column, encode_column
 from dcp_core.planning.local_table import LocalTable
-from dcp_core.state_path import decode_path, plain_name
 
-_HEAD = struct.Struct("<4s16sIIIIIQ")
-_MAGIC = b"WRL1"
+_HEAD = struct.Struct("<4s16sIIIIIIQ")
+_MAGIC = b"WRL2"
 _NAME = struct.Struct("<II")
 
 
@@ -40,6 +39,8 @@ class WriteList:
         lowest: Leaves that this rank is the lowest holder of, ascending, and their coefficients.
         lowest_factor: See `planning.divergence`.
         plan_digest: Digest of the global plan; empty where there was none.
+        part_rows: Regions in each of the rank's files, whose order the rows are in; empty where nobody has laid
+            them out yet. Shape (P,).
     """
 
     leaf: Int32
@@ -52,6 +53,7 @@ class WriteList:
     lowest: Int64 = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     lowest_factor: UInt64 = field(default_factory=lambda: np.zeros(0, dtype=np.uint64))
     plan_digest: bytes = b""
+    part_rows: Int64 = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
 
 
 def encode_answers(plan: GlobalPlan) -> list[bytes]:
@@ -63,23 +65,22 @@ def encode_answers(plan: GlobalPlan) -> list[bytes]:
     objects = _by_rank(plan, table.holdings.rank[plan.objects.holding], table.holdings.leaf[plan.objects.holding])
     divergent_rows = np.flatnonzero(plan.divergence.entry[table.holdings.entry])
     divergent = _by_rank(plan, table.holdings.rank[divergent_rows], table.holdings.leaf[divergent_rows])
-    respelled = _respelled_entries(plan)
-    bounds = plan.layout.bounds.tolist()
+    bounds, part_rows, first_file = plan.layout.bounds.tolist(), np.diff(plan.layout.starts), plan.layout.first_file
     none = (np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.uint64))
     answers = []
     for position, rank in enumerate(table.ranks):
         rows = slice(bounds[position], bounds[position + 1])
         cuts = np.flatnonzero(cut[rows])
         parts = [_raw(leaf[rows]), _raw(ordinal[rows])]
-        names = _names_of(plan, position, respelled) if respelled else b""
+        names = _names_of(plan, position) if table.respelled else b""
         if len(cuts):
             cut_rows = order[rows][cuts]
             start = plan.regions.offsets[cut_rows] - table.offsets[plan.regions.held[cut_rows]]
             parts += [encode_column(cuts), encode_column(start), encode_column(plan.regions.sizes[cut_rows])]
         low_leaves, factors = lowest.get(rank, none)
-        tail = (objects[position], divergent[position], low_leaves)
-        parts += [_raw(tail[0].astype(np.int32)), _raw(tail[1].astype(np.int32)), _raw(low_leaves.astype(np.int32))]
-        parts += [factors.astype("<u8").tobytes(), names]
+        own_parts = part_rows[first_file[position] : first_file[position + 1]]
+        tail = (own_parts, objects[position], divergent[position], low_leaves)
+        parts += [*(_raw(column.astype(np.int32)) for column in tail), factors.astype("<u8").tobytes(), names]
         counts = (rows.stop - rows.start, len(cuts), *(len(column) for column in tail))
         answers.append(_HEAD.pack(_MAGIC, plan.digest, *counts, len(names)) + b"".join(parts))
     return answers
@@ -92,8 +93,8 @@ def encode_write_list(writes: WriteList) -> bytes:
     if len(rows):
         parts += [encode_column(rows), encode_column(writes.start), encode_column(writes.sizes)]
     names = b"".join(_NAME.pack(leaf, len(text.encode())) + text.encode() for leaf, text in writes.names.items())
-    tail = (writes.object_leaf, writes.divergent.astype(np.int32), writes.lowest.astype(np.int32))
-    parts += [*(_raw(column) for column in tail), writes.lowest_factor.astype("<u8").tobytes(), names]
+    tail = (writes.part_rows, writes.object_leaf, writes.divergent, writes.lowest)
+    parts += [*(_raw(column.astype(np.int32)) for column in tail), writes.lowest_factor.astype("<u8").tobytes(), names]
     counts = (len(rows), len(rows), *(len(column) for column in tail))
     return _HEAD.pack(_MAGIC, writes.plan_digest, *counts, len(names)) + b"".join(parts)
 
@@ -110,17 +111,12 @@ def _by_rank(plan: GlobalPlan, rank: Int32, leaf: Int64) -> list[Int64]:
     return [laid[a:b] for a, b in zip(bounds.tolist(), bounds[1:].tolist(), strict=False)]
 
 
-def _respelled_entries(plan: GlobalPlan) -> dict[int, str]:
-    """Entries whose name is not the plain one of their path."""
-    pairs = enumerate(zip(plan.table.names, plan.table.paths, strict=True))
-    return {entry: name for entry, (name, path) in pairs if name != plain_name(decode_path(path))}
-
-
-def _names_of(plan: GlobalPlan, position: int, respelled: Mapping[int, str]) -> bytes:
-    parts = []
-    for leaf, entry in enumerate(plan.table.leaf_entries[position].tolist()):
-        if entry in respelled:
-            text = respelled[entry].encode()
+def _names_of(plan: GlobalPlan, position: int) -> bytes:
+    """The names that this rank cannot tell from the paths of its own leaves alone."""
+    table, parts = plan.table, []
+    for leaf, entry in enumerate(table.leaf_entries[position].tolist()):
+        if entry in table.respelled:
+            text = table.names[entry].encode()
             parts.append(_NAME.pack(leaf, len(text)) + text)
     return b"".join(parts)
 
@@ -136,7 +132,7 @@ def decode_answer(answer: bytes, table: LocalTable) -> WriteList:
         CoordinationError: The bytes are no write list.
     """
     try:
-        magic, digest, count, cuts, objects, divergent, lowest, names_nbytes = _HEAD.unpack_from(answer, 0)
+        magic, digest, count, cuts, files, objects, divergent, lowest, names_nbytes = _HEAD.unpack_from(answer, 0)
         if magic != _MAGIC:
             raise ValueError("not a write list")
         at = _HEAD.size
@@ -150,6 +146,7 @@ def decode_answer(answer: bytes, table: LocalTable) -> WriteList:
             cut_start, at = decode_column(answer, at)
             cut_sizes, at = decode_column(answer, at)
             start[which], sizes[which] = cut_start[:, :width], cut_sizes[:, :width]
+        part_rows, at = _take(answer, at, files)
         object_leaf, at = _take(answer, at, objects)
         divergent_leaf, at = _take(answer, at, divergent)
         lowest_leaf, at = _take(answer, at, lowest)
@@ -159,7 +156,7 @@ def decode_answer(answer: bytes, table: LocalTable) -> WriteList:
         raise CoordinationError(f"the write list from the coordinator cannot be read: {error}") from error
     return WriteList(
         leaf, ordinal, start, sizes, object_leaf, names,
-        divergent_leaf.astype(np.int64), lowest_leaf.astype(np.int64), factor, digest,
+        divergent_leaf.astype(np.int64), lowest_leaf.astype(np.int64), factor, digest, part_rows.astype(np.int64),
     )  # fmt: skip
 
 

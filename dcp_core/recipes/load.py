@@ -13,13 +13,19 @@ import logging
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 from typing import Any
 
 from dcp_core.coordination.frames import pack, unpack
 from dcp_core.errors import ArgumentError, CorruptError, DcpError, NotFoundError, PlanningError
 from dcp_core.execution.interfaces import CheckpointId, ReadContext, StorageReader, Verify
-from dcp_core.formats.metadata_file import MetadataColumns, MetadataFile, assemble, encode_body, open_bytes
+from dcp_core.formats.metadata_file import (
+    ColumnsSource,
+    MetadataColumns,
+    MetadataFile,
+    assemble,
+    encode_body,
+    open_bytes,
+)
 from dcp_core.formats.objects import decode_value, encode_value
 from dcp_core.log import stage
 from dcp_core.metadata import EVERY_RANK, Metadata, MetadataIndex
@@ -85,6 +91,7 @@ class LoadRecipe:
         self._state: Any = None
         self._opened: Any = None
         self._stateful: Sequence[OpenedStateful] = ()
+        self._stateful_paths: frozenset[StatePath] = frozenset()
         self._any_stateful = False
         self._metadata: Metadata
         self._plan: LoadPlan
@@ -118,6 +125,7 @@ class LoadRecipe:
         self._arguments = self._common_arguments()
         self.reader.initialize_reader(self.options.checkpoint_id)
         self._opened, self._stateful = expand_stateful(self._state, self._descriptions.is_tensor, state_of)
+        self._stateful_paths = frozenset(opened.path for opened in self._stateful)
         return Agreement(argument_digests(self._arguments), flag=bool(self._stateful)).to_bytes()
 
     def _common_arguments(self) -> dict[str, object]:
@@ -209,16 +217,18 @@ class LoadRecipe:
 
         Where there are other ranks, they may well be theirs, so that is no warning.
         """
-        wanted = {want.stored.name for want in self._plan.wanted} | {want.stored.name for want in self._plan.objects}
-        names = list(self._metadata.source.names()) if self._stateful else []
+        level = logging.WARNING if self.job.group.world_size == 1 else logging.INFO
+        if not self._stateful or not logger.isEnabledFor(level):
+            return
+        wanted = {*self._plan.wanted.stored_names, *(want.stored.name for want in self._plan.objects)}
+        names = self._metadata.source.names()
         for opened in self._stateful:
-            prefix = f"{plain_name(opened.path)}."
-            first = bisect.bisect_left(names, prefix.encode(), key=str.encode)
-            behind = [name for name in takewhile(lambda n: n.startswith(prefix), names[first:]) if name not in wanted]  # noqa: B023
+            owner = plain_name(opened.path)
+            inside = names[bisect.bisect_left(names, f"{owner}.") : bisect.bisect_left(names, f"{owner}/")]
+            behind = [name for name in inside if name not in wanted]
             if behind:
-                level = logging.WARNING if self.job.group.world_size == 1 else logging.INFO
                 text = "%r has no place for %d keys of the checkpoint, which are not loaded: %s"
-                logger.log(level, text, plain_name(opened.path), len(behind), behind[:20])
+                logger.log(level, text, owner, len(behind), behind[:20])
 
     def _is_alone(self) -> bool:
         return self.job.world_size == 1 or self._metadata.source.save.rank is not None
@@ -302,15 +312,12 @@ class LoadRecipe:
 
     def _load_stateful(self) -> None:
         for opened in self._stateful:
-            if not any(_is_inside(opened.path, other.path) for other in self._stateful):
+            if not any(opened.path[:depth] in self._stateful_paths for depth in range(len(opened.path))):
                 hand_state(opened.path, opened.value, opened.state_dict)
 
     def _is_in_stateful(self, path: StatePath) -> bool:
-        return any(path[: len(opened.path)] == opened.path for opened in self._stateful)
-
-
-def _is_inside(path: StatePath, prefix: StatePath) -> bool:
-    return len(path) > len(prefix) and path[: len(prefix)] == prefix
+        paths = self._stateful_paths
+        return bool(paths) and any(path[:depth] in paths for depth in range(len(path) + 1))
 
 
 def _value_at(state: Any, path: StatePath) -> Any:
@@ -324,7 +331,11 @@ def _metadata_bytes(metadata: Metadata, limit: int) -> bytes | int:
     source = metadata.source
     if isinstance(source, MetadataFile):
         return source.nbytes if source.nbytes > limit else source.raw()
-    columns: MetadataColumns = source.columns()  # type: ignore[attr-defined]  # ColumnsSource and the like
+    columns: MetadataColumns
+    if isinstance(source, ColumnsSource):
+        columns = source.columns
+    else:
+        columns = source.columns()  # type: ignore[attr-defined]  # a source of somebody else, made like a file
     return assemble(encode_body(columns), source.files, source.save, source.writer)
 
 

@@ -10,6 +10,7 @@ import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from dcp_core.execution.interfaces import CheckpointId, MetadataDraft, StorageWr
 from dcp_core.formats.metadata_file import EncodedBody, MetadataColumns, encode_body
 from dcp_core.formats.objects import decode_value, encode_value
 from dcp_core.log import stage
-from dcp_core.metadata import Metadata, Nesting, SaveRecord, WriterRecord
+from dcp_core.metadata import Metadata, Nesting, SaveRecord, UInt64, WriterRecord
 from dcp_core.planning.cache import CachedPlan, PlanCache
 from dcp_core.planning.divergence import agreement_number, coefficients, path_keys
 from dcp_core.planning.global_plan import GlobalPlan, describe_objects, describe_tensors, number_files
@@ -33,12 +34,12 @@ from dcp_core.planning.standard_save import ReceivedPlans, StandardSavePlanner, 
 from dcp_core.planning.write_list import WriteList, decode_answer
 from dcp_core.recipes.agreement import Agreement, Offer, argument_digests, check_arguments, common_plan
 from dcp_core.recipes.job import Descriptions, Job, attempt, logger, state_of
+from dcp_core.recipes.write_results import check_results, file_nbytes, log_slowest
 from dcp_core.state_tree import expand_stateful
 
 PLAN_CACHE: PlanCache[EncodedBody] = PlanCache()
 """The plans of this process."""
 
-_SLOWEST_NAMED = 3
 _KEYS_SHOWN = 100
 _named_keys: set[str] = set()
 
@@ -200,11 +201,20 @@ class SaveRecipe:
 
     def _number(self, writes: WriteList) -> int:
         """This rank's share in the check that replicated values agree."""
+        if not self._table.values.any():
+            return 0  # nothing is compared, as on a rank that saves alone
         leaves, values = compared_values(self._table, writes.divergent.tolist())
-        keys = path_keys(tuple(self._table.paths[leaf] for leaf in leaves))
-        factors = coefficients(keys, self.job.group.rank)
+        factors = coefficients(self._path_keys[leaves], self.job.group.rank)
         factors[np.searchsorted(leaves, writes.lowest)] = writes.lowest_factor
         return agreement_number(values, factors)
+
+    @cached_property
+    def _path_keys(self) -> UInt64:
+        """A key for each leaf that is compared, 0 for others; the same for all plans that are offered. Shape (L,)."""
+        rows, _ = compared_values(self._table, ())
+        keys = np.zeros(len(self._table.paths), dtype=np.uint64)
+        keys[rows] = path_keys(tuple([self._table.paths[row] for row in rows]))
+        return keys
 
     def _decide(self, payloads: Sequence[bytes]) -> bytes:
         """On the coordinator: compare arguments, look for a common plan, open the save."""
@@ -236,7 +246,7 @@ class SaveRecipe:
             self._current = next(cached for cached in self._offered if cached.plan_digest == digest)
             writes = self._current.writes
         translated = self._narrowing.translate(writes) if self._narrowing is not None else writes
-        return SavePlan(self._plan.table, translated)
+        return self._plan.with_writes(translated)
 
     def _plan_globally(self, payloads: Sequence[bytes]) -> Sequence[bytes]:
         """On the coordinator: decide who writes what."""
@@ -291,17 +301,15 @@ class SaveRecipe:
         files = number_files(plan)
         tensors, chunks = describe_tensors(plan, files)
         body = encode_body(MetadataColumns(tensors, chunks, describe_objects(plan, files), nesting))
-        sums = np.bincount(plan.position, weights=plan.nbytes, minlength=len(plan.table.ranks))
-        data_nbytes = tuple(int(n) for n in sums.tolist())
-        return CachedPlan(self._current.plan_digest, self._current.writes, body, data_nbytes)
+        return CachedPlan(self._current.plan_digest, self._current.writes, body, file_nbytes(plan))
 
     def _commit(self, payloads: Sequence[bytes]) -> bytes:
         """On the coordinator: check the results and make the checkpoint complete."""
         results = [WriteResult.from_bytes(payload) for payload in payloads]
         body = self._current.body
         assert body is not None, "the coordinator keeps the metadata of its plans"
-        _check_results(results, self._current.data_nbytes)
-        _log_slowest(results)
+        check_results(results, self._current.file_nbytes)
+        log_slowest(results)
         rank = None if self.job.use_collectives else self.job.group.rank
         draft = MetadataDraft(
             body,
@@ -347,21 +355,3 @@ def _warn_once(names: Sequence[str], text: str, more: str) -> None:
         _named_keys.update(fresh)
         rest = f" and {len(fresh) - _KEYS_SHOWN} more" if len(fresh) > _KEYS_SHOWN else ""
         logger.warning(text, ", ".join(map(repr, fresh[:_KEYS_SHOWN])) + rest, more)
-
-
-def _check_results(results: Sequence[WriteResult], expected: Sequence[int]) -> None:
-    """A rank that wrote other regions than it was told would make a checkpoint that lies."""
-    for result, nbytes in zip(results, expected, strict=True):
-        written = sum(file.nbytes - file.data_start for file in result.files if file.kind == 0)
-        if written != nbytes:
-            raise PlanningError(
-                f"rank {result.rank} wrote {written} bytes of tensors, the plan has {nbytes}: finalize_plan and "
-                "execute_write must keep the items of the global plan"
-            )
-
-
-def _log_slowest(results: Sequence[WriteResult]) -> None:
-    slowest = sorted(results, key=lambda result: -result.seconds)[:_SLOWEST_NAMED]
-    if len(results) > 1:
-        text = ", ".join(f"rank {r.rank}: {r.seconds:.2f} s, {r.data_nbytes / 2**20:.1f} MiB" for r in slowest)
-        logger.info("slowest ranks to write: %s", text)

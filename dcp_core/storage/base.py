@@ -100,6 +100,29 @@ class ReadHandle(ABC):
             StorageError: If the storage refuses.
         """
 
+    def read_scattered(self, offset: int, targets: Sequence[memoryview]) -> None:
+        """Fill targets one after another from the byte at `offset`.
+
+        A storage that can fill several places in one request does so; the default reads into memory of its own first.
+
+        Args:
+            offset: Byte position in the file.
+            targets: Contiguous, writable bytes (format "B"), any number.
+
+        Raises:
+            IncompleteError: If the file ends before.
+            StorageError: If the storage refuses.
+        """
+        if len(targets) == 1:
+            self.read_into(offset, targets[0])
+            return
+        joined = memoryview(bytearray(sum(map(len, targets))))
+        self.read_into(offset, joined)
+        position = 0
+        for target in targets:
+            target[:] = joined[position : position + len(target)]
+            position += len(target)
+
     @abstractmethod
     def close(self) -> None:
         """Close the file; twice is fine."""
@@ -135,6 +158,15 @@ class WriteHandle(ABC):
         Raises:
             StorageError: If the storage refuses.
         """
+
+    def write_back(self, offset: int, nbytes: int) -> None:
+        """Let the storage begin to make bytes durable that were written, without waiting: `sync` then waits less.
+
+        Args:
+            offset: First byte.
+            nbytes: How many.
+        """
+        return
 
     @abstractmethod
     def sync(self) -> None:
@@ -237,6 +269,14 @@ class Storage(ABC):
         """Wait until all names survive a power failure."""
 
     # --- defaults ------------------------------------------------------------------------------------
+
+    def check_space(self, nbytes: int) -> None:
+        """See that files of so many bytes together fit, before any is created. Storages that cannot tell do nothing.
+
+        Raises:
+            StorageError: With `errno` ENOSPC, when they do not.
+        """
+        return
 
     def remove_directory(self, name: str) -> None:
         """Remove a directory and what it holds; a missing one is fine. Storages without directories do nothing."""

@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 
 from dcp_core.errors import ArgumentError, CorruptError, IncompleteError, NotFoundError, StorageError
 from dcp_core.storage.base import Names, ReadHandle, Storage, WriteHandle, check_name, storage_error
-from dcp_core.storage.operations import BytesLike, FileOperations
+from dcp_core.storage.operations import BytesLike, FileOperations, check_free
 
 # Linux moves at most 2 GiB less a page per call, and 1024 buffers.
 _MAX_CALL_BYTES = 0x7FFFF000
@@ -80,6 +80,7 @@ class LocalStorage(Storage):
             with self._translated("look up", name):
                 found = self._operations.fstat(descriptor)
             self._check_regular(name, found)
+            self._operations.expect_sequential(descriptor)
         except BaseException:
             self._operations.close(descriptor)
             raise
@@ -101,6 +102,15 @@ class LocalStorage(Storage):
                 self._operations.unlink(path)
             raise
         return _LocalWriteHandle(self, name, path, descriptor, nbytes)
+
+    def check_space(self, nbytes: int) -> None:
+        """See that files of so many bytes together fit, before any is created."""
+        try:
+            available = self._operations.free_bytes(self.path)
+        except OSError:
+            return  # whatever it is, creating the files says it better
+        with self._translated(f"reserve {nbytes} bytes in", ""):
+            check_free(nbytes, available)
 
     def publish(self, temporary: str, name: str) -> None:
         """Give a finished file its final name in one step, replacing what has it."""
@@ -203,18 +213,44 @@ class _LocalReadHandle(ReadHandle):
 
     def read_into(self, offset: int, target: memoryview) -> None:
         """Fill `target` from the byte at `offset`."""
-        view = target.cast("B") if target.nbytes else memoryview(b"")
-        done = 0
-        while done < len(view):
-            piece = view[done : done + _MAX_CALL_BYTES]
-            with self._storage._translated("read", self.name):
-                count = self._storage.operations.preadv(self._descriptor, [piece], offset + done)
+        if target.nbytes:
+            self.read_scattered(offset, [target.cast("B")])
+
+    def read_scattered(self, offset: int, targets: Sequence[memoryview]) -> None:
+        """Fill targets one after another from the byte at `offset`, by one call where the system allows it."""
+        wanted = sum(map(len, targets))
+        if not wanted:
+            return
+        fits = wanted <= _MAX_CALL_BYTES and len(targets) <= _MAX_CALL_BUFFERS
+        count = self._preadv(targets if fits else _batch(targets, 0), offset)
+        if count < wanted:
+            self._read_rest(offset, list(targets), count)
+
+    def _read_rest(self, offset: int, views: list[memoryview], count: int) -> None:
+        """Go on where a call that brought `count` bytes ended."""
+        end, first = offset + sum(map(len, views)), 0
+        while True:
             if count == 0:
                 raise IncompleteError(
-                    f"{self.name!r} in {self._storage.describe()} ends at byte {offset + done}: expected bytes up to "
-                    f"{offset + len(view)}; the file was cut short"
+                    f"{self.name!r} in {self._storage.describe()} ends at byte {offset}: expected bytes up to "
+                    f"{end}; the file was cut short"
                 )
-            done += count
+            offset += count
+            if offset == end:
+                return
+            while count >= len(views[first]):
+                count -= len(views[first])
+                first += 1
+            views[first] = views[first][count:]
+            count = self._preadv(_batch(views, first), offset)
+
+    def _preadv(self, views: Sequence[memoryview], offset: int) -> int:
+        try:
+            return self._storage.operations.preadv(self._descriptor, views, offset)
+        except OSError as error:
+            if isinstance(error, StorageError):
+                raise
+            raise storage_error("read", self.name, self._storage.describe(), error) from error
 
     def close(self) -> None:
         """Close the file; twice is fine."""
@@ -239,23 +275,41 @@ class _LocalWriteHandle(WriteHandle):
 
     def write(self, offset: int, buffers: Sequence[BytesLike]) -> None:
         """Write buffers one after another from the byte at `offset`."""
+        nbytes = sum([memoryview(buffer).nbytes for buffer in buffers])
+        if offset < 0 or offset + nbytes > self.nbytes:
+            raise ArgumentError(
+                f"bytes {offset} to {offset + nbytes} lie outside of {self.name!r}, made for {self.nbytes} bytes"
+            )
+        written = 0
+        if 0 < nbytes <= _MAX_CALL_BYTES and len(buffers) <= _MAX_CALL_BUFFERS:
+            written = self._write_some(buffers, offset)
+        if written < nbytes:
+            self._write_rest(buffers, written, offset)
+
+    def _write_rest(self, buffers: Sequence[BytesLike], written: int, offset: int) -> None:
+        """Write what one call could not take or has left, call by call."""
         views = [memoryview(buffer).cast("B") for buffer in buffers if memoryview(buffer).nbytes]
-        end = offset + sum(len(view) for view in views)
-        if offset < 0 or end > self.nbytes:
-            raise ArgumentError(f"bytes {offset} to {end} lie outside of {self.name!r}, made for {self.nbytes} bytes")
         first = 0
-        while first < len(views):
-            batch = _batch(views, first)
-            with self._storage._translated("write", self.name):
-                count = self._storage.operations.pwritev(self._descriptor, batch, offset, self._path)
-                if count == 0:
-                    raise OSError(errno.EIO, "the file system accepted no bytes")
-            offset += count
-            while first < len(views) and count >= len(views[first]):
-                count -= len(views[first])
+        while True:
+            offset += written
+            while first < len(views) and written >= len(views[first]):
+                written -= len(views[first])
                 first += 1
-            if count:
-                views[first] = views[first][count:]
+            if first == len(views):
+                return
+            views[first] = views[first][written:]
+            written = self._write_some(_batch(views, first), offset)
+
+    def _write_some(self, buffers: Sequence[BytesLike], offset: int) -> int:
+        with self._storage._translated("write", self.name):
+            written = self._storage.operations.pwritev(self._descriptor, buffers, offset, self._path)
+            if written == 0:
+                raise OSError(errno.EIO, "the file system accepted no bytes")
+        return written
+
+    def write_back(self, offset: int, nbytes: int) -> None:
+        """Let the disk begin with bytes that were written, without waiting."""
+        self._storage.operations.write_back(self._descriptor, offset, nbytes)
 
     def sync(self) -> None:
         """Wait until the content survives a power failure."""
@@ -280,11 +334,8 @@ def _batch(views: Sequence[memoryview], first: int) -> list[memoryview]:
     batch: list[memoryview] = []
     room = _MAX_CALL_BYTES
     for view in views[first : first + _MAX_CALL_BUFFERS]:
-        if len(view) > room:
-            batch.append(view[:room])
-            break
-        batch.append(view)
-        room -= len(view)
+        batch.append(view[:room])
+        room -= len(batch[-1])
         if room == 0:
             break
     return batch

@@ -9,8 +9,10 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import sys
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from contextlib import suppress
+from typing import Any, TypeVar, cast
 
 BytesLike = bytes | bytearray | memoryview
 
@@ -20,21 +22,31 @@ _CREATE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOE
 _READ_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
 _NOT_SUPPORTED = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENOTTY)
 _INTERRUPTED_TRIES = 8
+_START_WRITING = 2  # SYNC_FILE_RANGE_WRITE
+_MEMORY_TYPES = (0x01021994, 0x858458F6)  # tmpfs, ramfs
+_STATFS_NBYTES = 512  # more than the structure has anywhere
 
 
-def _find_fallocate() -> Callable[[int, int, ctypes.c_int64, ctypes.c_int64], int] | None:
-    """Find fallocate(2): `os.posix_fallocate` writes a byte into every block where the file system lacks it."""
+def _system_call(name: str, *arguments: type[Any]) -> Callable[..., int] | None:
+    """Find a function of the C library that Python does not offer; None where there is none."""
     try:
         library = ctypes.CDLL(None, use_errno=True)
-        function = library.fallocate64 if hasattr(library, "fallocate64") else library.fallocate
+        function = getattr(library, name)
     except (OSError, AttributeError, TypeError):
         return None
-    function.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+    function.argtypes = arguments
     function.restype = ctypes.c_int
-    return function
+    return cast("Callable[..., int]", function)
 
 
-_fallocate = _find_fallocate()
+_OFFSETS = (ctypes.c_int64, ctypes.c_int64)
+
+# `os.posix_fallocate` writes a byte into every block where the file system cannot reserve space.
+_fallocate = _system_call("fallocate64", ctypes.c_int, ctypes.c_int, *_OFFSETS) or _system_call(
+    "fallocate", ctypes.c_int, ctypes.c_int, *_OFFSETS
+)
+_sync_file_range = _system_call("sync_file_range", ctypes.c_int, *_OFFSETS, ctypes.c_uint)
+_fstatfs = _system_call("fstatfs", ctypes.c_int, ctypes.c_char_p)
 
 
 class FileOperations:
@@ -103,11 +115,26 @@ class FileOperations:
         """Set the modification time of an existing file to now, by the clock of the file system."""
         self.perform("touch", path, lambda: os.utime(path, None, follow_symlinks=False))
 
-    # --- operations that only read -------------------------------------------------------------------
+    # --- operations that change nothing --------------------------------------------------------------
+
+    def write_back(self, descriptor: int, offset: int, nbytes: int) -> None:
+        """Let the disk begin with bytes that were written, without waiting; a hint, which may do nothing."""
+        if _sync_file_range is not None:
+            _sync_file_range(descriptor, offset, nbytes, _START_WRITING)
+
+    def free_bytes(self, path: str) -> int | None:
+        """Return what this process may still write on the file system of a directory; None where unknown."""
+        return free_bytes(path)
 
     def open_read(self, path: str) -> int:
         """Open a file for reading; links are followed."""
         return os.open(path, _READ_FLAGS)
+
+    def expect_sequential(self, descriptor: int) -> None:
+        """Tell the system that a file is read from front to back, so that it reads further ahead; only a hint."""
+        if hasattr(os, "posix_fadvise"):
+            with suppress(OSError):
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
 
     def preadv(self, descriptor: int, buffers: Sequence[memoryview | bytearray], offset: int) -> int:
         """Read into buffers from `offset`; return how many bytes came (may be fewer, 0 at the end)."""
@@ -130,31 +157,35 @@ class FileOperations:
         os.close(descriptor)
 
 
-def free_bytes(descriptor: int) -> int | None:
-    """Return what this process may still write on the file system of an open file; None where unknown."""
-    report = os.fstatvfs(descriptor)
+def free_bytes(place: int | str) -> int | None:
+    """Return what this process may still write on the file system of an open file or a path; None where unknown."""
+    report = os.statvfs(place)
     if report.f_blocks == 0:  # file systems without a size, such as object stores behind FUSE
         return None
     blocks = report.f_bfree if os.geteuid() == 0 else report.f_bavail
     return blocks * report.f_frsize
 
 
+def check_free(nbytes: int, available: int | None) -> None:
+    """Raise what the operating system would, once the space is used up."""
+    if available is not None and available < nbytes:
+        raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {nbytes} bytes needed, {available} available")
+
+
 def _preallocate(descriptor: int, nbytes: int) -> None:
     if nbytes == 0:
         return
-    available = free_bytes(descriptor)
-    if available is not None and available < nbytes:
-        raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {nbytes} bytes needed, {available} available")
+    check_free(nbytes, free_bytes(descriptor))
     if not _reserve(descriptor, nbytes):
         os.ftruncate(descriptor, nbytes)
 
 
 def _reserve(descriptor: int, nbytes: int) -> bool:
-    """Allocate the blocks; False where the file system cannot."""
-    if _fallocate is None:
+    """Allocate the blocks; False where the file system cannot, or where that is no better than writing."""
+    if _fallocate is None or _is_in_memory(descriptor):
         return False
     for _ in range(_INTERRUPTED_TRIES):
-        if _fallocate(descriptor, 0, ctypes.c_int64(0), ctypes.c_int64(nbytes)) == 0:
+        if _fallocate(descriptor, 0, 0, nbytes) == 0:
             return True
         number = ctypes.get_errno()
         if number in _NOT_SUPPORTED:
@@ -162,6 +193,14 @@ def _reserve(descriptor: int, nbytes: int) -> bool:
         if number != errno.EINTR:
             raise OSError(number, os.strerror(number))
     return False
+
+
+def _is_in_memory(descriptor: int) -> bool:
+    """Whether a file lies in memory, where reserving space means to clear every page that is written right after."""
+    report = ctypes.create_string_buffer(_STATFS_NBYTES)
+    if _fstatfs is None or _fstatfs(descriptor, report) != 0:
+        return False
+    return int.from_bytes(report.raw[:4], sys.byteorder) in _MEMORY_TYPES  # the type comes first, on every platform
 
 
 def _fsync_directory(path: str) -> None:

@@ -28,6 +28,7 @@ class Span:
     dtype: DType
     byte_offset: int
     nbytes: int
+    part: int = 0
 
 
 @dataclass(frozen=True)
@@ -88,13 +89,13 @@ class CountingStorage(LocalStorage):
 
     def open_read(self, name: str) -> ReadHandle:
         handle = super().open_read(name)
-        inner = handle.read_into
+        inner = handle.read_scattered
 
-        def read_into(offset: int, target: memoryview) -> None:
-            self.nbytes_read += target.nbytes
-            inner(offset, target)
+        def read_scattered(offset: int, targets: Sequence[memoryview]) -> None:
+            self.nbytes_read += sum(map(len, targets))
+            inner(offset, targets)
 
-        handle.read_into = read_into  # type: ignore[method-assign]  # to count
+        handle.read_scattered = read_scattered  # type: ignore[method-assign]  # to count
         return handle
 
 

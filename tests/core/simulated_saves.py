@@ -1,7 +1,7 @@
 """Saves of many ranks in one process, without files: random states, planned like real ones.
 
-Every element of every tensor is an id of its own. What a rank would write is kept as ids by (rank, byte offset), so a
-test can ask whether the place that the metadata names holds the elements that belong there.
+Every element of every tensor is an id of its own. What a rank would write is kept as ids by (rank, part, byte offset),
+so a test can ask whether the place that the metadata names holds the elements that belong there.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dcp_core.dtype import BY_NAME, DType
 from dcp_core.execution.filesystem import file_columns
 from dcp_core.execution.interfaces import FileRecord, WriteResult
 from dcp_core.formats.metadata_file import MetadataColumns, assemble, encode_body, open_bytes
-from dcp_core.metadata import Metadata, Nesting, SaveRecord, StoredObject, StoredTensor, WriterRecord
+from dcp_core.metadata import ChunkColumns, Metadata, Nesting, SaveRecord, StoredObject, StoredTensor, WriterRecord
 from dcp_core.planning.global_plan import (
     GlobalPlan,
     PlanOptions,
@@ -42,6 +42,8 @@ from tests.core.layouts import at, deal, random_cut, random_shape
 Ids = npt.NDArray[np.int64]
 Keys: TypeAlias = tuple[Any, ...]
 FlatRank: TypeAlias = dict[Keys, Any]
+Place: TypeAlias = tuple[int, int, int]
+"""Rank, part, byte offset."""
 Answer = Callable[[Sequence[SavePlan], Sequence[bytes]], tuple[GlobalPlan, Sequence[bytes]]]
 
 DATA_START = 64
@@ -300,7 +302,7 @@ class Simulation:
         return Metadata(open_bytes(self.metadata_bytes))
 
     def spans(self) -> list[list[ChunkSpan]]:
-        return [plan.spans() for plan in self.plans]
+        return [list(plan.spans()) for plan in self.plans]
 
     def stored_tensors(self) -> list[StoredTensor]:
         source = self.metadata.source
@@ -310,16 +312,22 @@ class Simulation:
         source = self.metadata.source
         return [entry for name in source.names() for entry in source.objects(name)]
 
-    def written(self) -> dict[tuple[int, int], Ids]:
-        """The ids that each rank writes, by (rank, byte offset)."""
-        found: dict[tuple[int, int], Ids] = {}
+    def places(self, chunks: ChunkColumns) -> list[Place]:
+        """Where the metadata says that chunks lie."""
+        files = self.metadata.source.files
+        columns = files.rank[chunks.file], files.part[chunks.file], chunks.byte_offset
+        return list(zip(*(column.tolist() for column in columns), strict=True))
+
+    def written(self) -> dict[Place, Ids]:
+        """The ids that each rank writes, by place."""
+        found: dict[Place, Ids] = {}
         for rank, spans in enumerate(self.spans()):
             for span in spans:
                 ids = self.planners[rank].get_data(span.item)
                 assert isinstance(ids, np.ndarray)
                 assert ids.shape == span.item.sizes
-                assert (rank, span.byte_offset) not in found
-                found[rank, span.byte_offset] = ids
+                assert (rank, span.part, span.byte_offset) not in found
+                found[rank, span.part, span.byte_offset] = ids
         return found
 
 
@@ -365,9 +373,13 @@ def metadata_of(plan: GlobalPlan, final: Sequence[SavePlan]) -> bytes:
     body = encode_body(MetadataColumns(tensors, chunks, describe_objects(plan, rows), Nesting()))
     results = []
     for rank, own in enumerate(final):
-        sizes = [(0, own.nbytes)] if own.spans() else []
-        sizes += [(1, 0)] if own.objects() else []
-        files = [FileRecord(rank, 0, kind, DATA_START + nbytes, DATA_START, 8, 8, 0) for kind, nbytes in sizes]
+        sizes: dict[tuple[int, int], int] = {(1, 0): 0} if own.objects() else {}
+        for span in own.spans():
+            sizes[0, span.part] = sizes.get((0, span.part), 0) + span.nbytes
+        files = [
+            FileRecord(rank, part, kind, DATA_START + nbytes, DATA_START, 8, 8, 0)
+            for (kind, part), nbytes in sizes.items()
+        ]
         results.append(WriteResult(rank, tuple(files), 0.0, 0))
     save = SaveRecord("0" * 32, "")
     return assemble(body, file_columns(results), save, WriterRecord("test", "ids", "1", len(final)))

@@ -75,7 +75,7 @@ def _around_files(rank: int) -> list[Death]:
     deaths = []
     for pattern in (f"_rank{rank}_*.safetensors", f"_rank{rank}_*.bytes"):
         deaths += _around(rank, "create", pattern)
-        deaths += [Death(rank, "pwritev", pattern, "after", max_io_bytes=50)]
+        deaths += [Death(rank, "pwritev", pattern, "after", max_io_bytes=20)]
         deaths += _around(rank, "close_written", pattern)
     return deaths
 

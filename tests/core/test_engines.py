@@ -31,9 +31,9 @@ from dcp_core.errors import (
 from dcp_core.execution.data_files import TensorFiles
 from dcp_core.execution.filesystem import file_columns
 from dcp_core.execution.interfaces import FileRecord, ReadContext, Verify, WriteContext, WriteResult
-from dcp_core.execution.read_engine import SEGMENT_BYTES, read_tensors
-from dcp_core.execution.read_ranges import element_ranges, widen
-from dcp_core.execution.write_engine import write_tensors
+from dcp_core.execution.read_engine import read_tensors
+from dcp_core.execution.read_requests import TASK_BYTES
+from dcp_core.execution.write_engine import write_files
 from dcp_core.formats.checksums import BLOCK_BYTES
 from dcp_core.metadata import MetadataIndex, SaveRecord
 from dcp_core.planning.items import ItemType, ReadItem
@@ -99,7 +99,7 @@ def saved(directory: Path, values: Mapping[str, tuple[Array, DType]], rank: int 
     context = WriteContext(rank, rank + 1, True, SAVE_ID, "", durable=False)
     spans = spans_of(values)
     source = ArraySource({key: array for key, (array, _) in values.items()})
-    return Checkpoint(storage, spans, write_tensors(storage, context, spans, source))
+    return Checkpoint(storage, spans, write_files(storage, context, spans, (), source)[0])
 
 
 # --- whole chunks ------------------------------------------------------------------------------------
@@ -125,7 +125,7 @@ def test_every_dtype_comes_back_bit_for_bit_and_opens_with_safetensors(tmp_path:
 @pytest.mark.parametrize("verify", [True, False, "full"])
 def test_chunks_of_any_length_come_back(verify: Verify, tmp_path: Path) -> None:
     uint8 = dtype_named("uint8")
-    lengths = [1, 7, BLOCK_BYTES - 1, BLOCK_BYTES, BLOCK_BYTES + 1, 3 * BLOCK_BYTES, SEGMENT_BYTES + 12345, 3]
+    lengths = [1, 7, BLOCK_BYTES - 1, BLOCK_BYTES, BLOCK_BYTES + 1, 3 * BLOCK_BYTES, 2 * TASK_BYTES + 12345, 3]
     values = {f"k{i}": (bits_of((length,), uint8, i), uint8) for i, length in enumerate(lengths)}
     for found, (expected, _) in zip(saved(tmp_path, values).read_all(verify), values.values(), strict=True):
         assert same(found, expected)
@@ -219,45 +219,6 @@ def chunk_and_region(draw: st.DrawFn) -> tuple[tuple[int, ...], Box]:
     offsets = tuple(draw(st.integers(0, size - 1)) for size in shape)
     sizes = tuple(draw(st.integers(1, size - start)) for size, start in zip(shape, offsets, strict=True))
     return shape, Box(offsets, sizes)
-
-
-@given(chunk_and_region(), st.sampled_from([1, 4, 30_000]))
-def test_ranges_are_ascending_and_disjoint_and_cover_the_region(
-    case: tuple[tuple[int, ...], Box], itemsize: int
-) -> None:
-    shape, box = case
-    ranges = element_ranges(shape, box, itemsize)
-    assert all(start < stop for start, stop in ranges)
-    assert all(before[1] <= after[0] for before, after in itertools.pairwise(ranges))
-    wanted = np.arange(int(np.prod(shape, dtype=int))).reshape(shape)[slices(box)].ravel()
-    covered = {element for start, stop in ranges for element in range(start, stop)}
-    assert covered >= set(wanted.tolist())
-    assert {ranges[0][0], ranges[-1][1] - 1} <= set(wanted.tolist())
-
-
-def test_long_runs_cost_at_most_a_tenth_more_bytes_than_needed() -> None:
-    draw = random.Random(1)
-    for _ in range(300):
-        shape = (draw.randint(1, 6), draw.randint(1, 6), draw.randint(16384, 1 << 20))
-        sizes = (draw.randint(1, shape[0]), draw.randint(1, shape[1]), draw.randint(16384, shape[2]))
-        offsets = tuple(draw.randint(0, a - b) for a, b in zip(shape, sizes, strict=True))
-        ranges = element_ranges(shape, Box(offsets, sizes), 4)
-        assert sum(stop - start for start, stop in ranges) <= 1.1 * int(np.prod(sizes))
-
-
-def test_a_narrow_column_of_wide_rows_is_not_paid_for_with_the_whole_chunk() -> None:
-    ranges = element_ranges((100, 1 << 20), Box((0, 5), (100, 3)), 4)
-    assert sum(stop - start for start, stop in ranges) == 300
-
-
-@given(st.lists(st.integers(0, 200), max_size=12), st.integers(1, 20))
-def test_widened_ranges_are_whole_granules_that_hold_the_ranges(cuts: list[int], granule: int) -> None:
-    edges = sorted(set(cuts))
-    ranges = list(zip(edges[::2], edges[1::2], strict=False))
-    grown = widen(ranges, granule, 200)
-    assert all(any(low <= start and stop <= high for low, high in grown) for start, stop in ranges)
-    assert all(low % granule == 0 and (high % granule == 0 or high == 200) for low, high in grown)
-    assert all(before[1] < after[0] for before, after in itertools.pairwise(grown))
 
 
 @pytest.fixture(scope="module")
@@ -454,7 +415,7 @@ def test_an_array_of_another_kind_than_planned_is_refused_and_leaves_no_file(tmp
         (b"bytes", UnsupportedValueError),
     ):
         with pytest.raises(error, match="^a on rank 0: "):
-            write_tensors(storage, context, spans, ArraySource({"a": value}))
+            write_files(storage, context, spans, (), ArraySource({"a": value}))
         assert storage.list() == []
 
 
@@ -505,7 +466,7 @@ def test_memory_above_the_state_stays_small(tmp_path: Path) -> None:
         tracemalloc.stop()
     assert same(target, source)
     assert same(contiguous, source)
-    assert peak <= 2 * SEGMENT_BYTES
+    assert peak <= 24 << 20
 
 
 def test_a_chunk_and_a_file_beyond_4_gib_are_read_at_the_right_places(tmp_path: Path) -> None:

@@ -44,9 +44,10 @@ from dcp_core.planning.items import ItemType, ReadItem
 from dcp_core.planning.load_plan import LoadPlan, Wanted
 from dcp_core.planning.local_table import TENSOR, LocalTable, decode_table, encode_table
 from dcp_core.planning.matching import find_entries
-from dcp_core.planning.plans import ChunkSpan, SavePlan, name_chunks
+from dcp_core.planning.plans import ChunkSpan, SavePlan
 from dcp_core.planning.regions import intersect_chunks
 from dcp_core.planning.standard_save import ReceivedPlans, settle_plans
+from dcp_core.planning.write_items import name_chunks
 from dcp_core.planning.write_list import decode_answer, encode_answers
 from dcp_core.state_path import PerRank, encode_path, key_path, plain_name
 from dcp_core.testing.numpy_ranks import even_boxes
@@ -81,7 +82,7 @@ def worlds(draw: st.DrawFn, *, differing: bool = True, least_entries: int = 0) -
 
 def check_tensors(sim: Simulation, *, every_holder: bool = False) -> None:
     """The place that the metadata names for an element holds that element, and each is stored as often as it should."""
-    written, files = sim.written(), sim.metadata.source.files
+    written = sim.written()
     stored = {(tensor.path, tensor.rank): tensor for tensor in sim.stored_tensors()}
     expected = dict(_expected_tensors(sim.world))
     assert set(stored) == set(expected)
@@ -89,9 +90,8 @@ def check_tensors(sim: Simulation, *, every_holder: bool = False) -> None:
         content, holders = expected[index]
         assert (tensor.shape, tensor.dtype) == (holders[0].shape, holders[0].dtype)
         counts = np.zeros(tensor.shape, dtype=np.int64)
-        for row in range(len(tensor.chunks)):
+        for row, place in enumerate(sim.places(tensor.chunks)):
             box = box_of(tensor.chunks, row)
-            place = int(files.rank[tensor.chunks.file[row]]), int(tensor.chunks.byte_offset[row])
             np.testing.assert_array_equal(written[place], content[at(box)])
             counts[at(box)] += 1
         if every_holder and index[1] == EVERY_RANK:
@@ -190,13 +190,7 @@ def test_without_dedup_every_holder_stores_what_it_holds(world: World) -> None:
 @given(worlds(), st.booleans())
 def test_files_hold_nothing_that_the_metadata_does_not_name(world: World, remove_redundancy: bool) -> None:
     sim = simulate(world, options=PlanOptions(remove_redundancy=remove_redundancy))
-    rank_of = sim.metadata.source.files.rank
-    chunks = [tensor.chunks for tensor in sim.stored_tensors()]
-    named = {
-        (int(rank_of[file]), int(byte_offset))
-        for own in chunks
-        for file, byte_offset in zip(own.file, own.byte_offset, strict=True)
-    }
+    named = {place for tensor in sim.stored_tensors() for place in sim.places(tensor.chunks)}
     assert named == set(sim.written())
 
 
@@ -515,15 +509,14 @@ def test_plans_that_a_planner_filters_are_stored_as_filtered(world: World, seed:
 
     sim = simulate(world, answer=filtered)
     stored = {tensor.path: tensor for tensor in sim.stored_tensors()}
-    written, rank_of = sim.written(), sim.metadata.source.files.rank
+    written = sim.written()
     for keys, content in world.content.items():
         if not any(held.boxes for held in world.held(keys).values()):
             continue
         tensor = stored[path_of(keys)]
         counts = np.zeros(tensor.shape, dtype=np.int64)
-        for row in range(len(tensor.chunks)):
+        for row, place in enumerate(sim.places(tensor.chunks)):
             box = box_of(tensor.chunks, row)
-            place = int(rank_of[tensor.chunks.file[row]]), int(tensor.chunks.byte_offset[row])
             np.testing.assert_array_equal(written[place], content[at(box)])
             counts[at(box)] += 1
         assert (counts == 1).all()
@@ -871,9 +864,12 @@ def test_chunk_names_never_meet_whatever_the_tensors_are_called() -> None:
         world.ranks[0][keys] = Held((6,), BY_NAME["float64"], boxes, ids, world.memory())
     sim = simulate(world, rng)
     check_tensors(sim)
-    keys_in_file = [span.key for span in sim.spans()[0]]
+    spans = sim.spans()[0]
+    keys_in_file = [span.key for span in spans]
     assert len(set(keys_in_file)) == len(keys_in_file) == 10
-    assert name_chunks([span.item for span in sim.spans()[0]]) == keys_in_file
+    offsets = np.array([span.item.index.offset for span in spans], dtype=np.int64)
+    ndim = np.full(len(spans), offsets.shape[1], dtype=np.uint8)
+    assert name_chunks([span.item.index.fqn for span in spans], offsets, ndim) == keys_in_file
 
 
 def test_an_answer_that_is_cut_short_is_refused() -> None:

@@ -135,10 +135,10 @@ def test_a_chunk_checksum_is_the_checksum_of_its_block_checksums() -> None:
         xxh3_64_intdigest(expected[:3].tobytes()),
         xxh3_64_intdigest(expected[3:].tobytes()),
     ]
-    assert table.blocks_of(0, 2 * BLOCK_BYTES + 1) == expected[:3].tolist()
-    assert table.blocks_of(2 * BLOCK_BYTES + 1, 4) == expected[3:].tolist()
-    assert table.blocks_of(0, 4) is None
-    assert table.blocks_of(1, 3) is None
+    whole, end = 2 * BLOCK_BYTES + 1, 2 * BLOCK_BYTES + 5
+    starts, lengths = [0, whole, 0, 1, whole, end, 0], [whole, 4, 4, 3, 0, 9, end]
+    found = table.first_blocks_of(np.array(starts, np.int64), np.array(lengths, np.int64))
+    assert found.tolist() == [0, 3, -1, -1, -1, -1, -1]
 
 
 def test_every_flipped_bit_pattern_in_the_header_is_noticed() -> None:

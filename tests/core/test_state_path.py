@@ -17,6 +17,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from dcp_core.errors import CorruptError, DcpError, UnsupportedValueError
+from dcp_core.key_codec import encode_key
 from dcp_core.state_path import (
     MAX_DEPTH,
     PathKey,
@@ -27,6 +28,7 @@ from dcp_core.state_path import (
     encode_path,
     key_path,
     plain_name,
+    plain_names,
     position,
     spell_names,
 )
@@ -177,6 +179,31 @@ def test_a_path_cut_short_is_no_other_path_with_a_leftover(path: StatePath, data
     assert found == path[: len(found)]
 
 
+@given(st.lists(paths, max_size=4))
+@example([key_path("x" * 126), key_path("x" * 127), key_path("x" * 128), key_path("é" * 64), key_path("ab", "x" * 126)])
+@example([key_path(2**1023, -(2**63)), key_path("\ud800", "\udc00"), ()])
+def test_plain_names_are_read_from_bytes_as_from_paths(found: list[StatePath]) -> None:
+    assert plain_names(map(encode_path, found)) == [plain_name(path) for path in found]
+
+
+@given(st.binary(max_size=40))
+@example(b"s")
+@example(b"s\x05ab")
+@example(b"s\x02\xff\xff")
+@example(b"i\x40\x01")
+def test_names_of_bytes_that_are_no_path_are_refused_or_some_name(blob: bytes) -> None:
+    try:
+        (name,) = plain_names([blob])
+    except CorruptError:
+        return
+    assert isinstance(name, str)
+
+
+@given(keys)
+def test_a_key_is_written_as_its_component_is(key: Any) -> None:
+    assert encode_key(key) == PathKey("key", key).encoded
+
+
 class Text(str):
     __slots__ = ()
 
@@ -253,6 +280,32 @@ def test_names_are_unique_writable_and_independent_of_order(found: list[StatePat
     shuffled = list(found)
     rng.shuffle(shuffled)
     assert dict(zip(shuffled, spell_names(shuffled), strict=True)) == dict(zip(found, names, strict=True))
+
+
+@given(st.lists(paths, unique=True, max_size=12))
+@example([key_path("_a"), key_path("__metadata__")])
+@example([key_path("a"), key_path("$")])
+@example([key_path("a"), key_path("")])
+@example([key_path("a"), key_path("\n"), key_path("$[x")])
+@example([key_path("a"), key_path("a@1")])
+@example([key_path("a"), key_path("\ud800")])
+def test_names_follow_the_rule_one_by_one(found: list[StatePath]) -> None:
+    plain = [plain_name(path) for path in found]
+    for path, name, given_name in zip(found, plain, spell_names(found), strict=True):
+        rivals = [other for other in found if plain_name(other) == name]
+        is_kept = min(rivals, key=lambda other: (len(other), encode_path(other))) == path
+        is_odd = name in ("", "$", "__metadata__") or name.startswith("$[") or not is_writable(name)
+        base, at, offsets = name.rpartition("@")
+        is_chunk = bool(at) and base in plain and all(p.isascii() and p.isdigit() for p in offsets.split(","))
+        assert given_name == (name if is_kept and not is_odd and not is_chunk else canonical_name(path))
+
+
+def is_writable(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 @given(st.lists(paths, unique=True, max_size=12))
@@ -390,6 +443,39 @@ def test_the_deepest_nesting_that_is_allowed_works_all_the_way() -> None:
     found = flatten(state, is_tensor)
     assert rebuild(found.leaves, found.containers) == state
     assert expand_stateful(state, is_tensor)[0] == state
+
+
+@given(st.data())
+def test_the_columns_of_a_flat_state_say_what_its_paths_say(data: st.DataObject) -> None:
+    tree = st.recursive(
+        st.none() | st.builds(Tensor) | st.builds(PerRank, st.none()),
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(keys, inner, max_size=3).map(OrderedDict),
+        max_leaves=10,
+    )
+    found = flatten(data.draw(st.dictionaries(keys, tree, max_size=3)), is_tensor)
+    assert [encode_path(path) for path in found.leaves] == list(found.paths)
+    assert [plain_name(path) for path in found.leaves] == list(found.plain_names)
+    assert all(one is other for one, other in zip(found.leaves.values(), found.values, strict=True))
+    assert {encode_path(path): kind for path, kind in found.containers.items()} == found.kinds
+    assert {encode_path(path) for path in found.empty} == found.hollow
+
+
+class Twice(Mapping[str, int]):
+    """A mapping that tells a key twice."""
+
+    def __getitem__(self, key: str) -> int:
+        return 2
+
+    def __iter__(self) -> Any:
+        return iter(["a", "b", "a"])
+
+    def __len__(self) -> int:
+        return 3
+
+
+def test_a_key_that_a_mapping_tells_twice_is_one_leaf() -> None:
+    found = flatten(Twice(), is_tensor)
+    assert (found.plain_names, found.values) == (("a", "b"), (2, 2))
 
 
 # Rebuild

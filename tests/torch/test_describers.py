@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from dataclasses import fields
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch.distributed._shard.sharded_tensor import init_from_local_shards
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
@@ -17,13 +20,14 @@ from torch.distributed._shard.sharded_tensor.shard import Shard as LocalShard
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Partial, Replicate, Shard, _StridedShard
 
 from dcp_core.box import Box
 from dcp_core.box import slices as box_slices
 from dcp_core.dtype import dtype_named
 from dcp_core.errors import ArgumentError, UnsupportedValueError
 from dcp_core.planning.leaves import LocalTensor
+from dcp_torch import annotate, describers
 from dcp_torch.adapter import TorchAdapter
 from dcp_torch.annotate import ChunkInfo, annotate_shard, chunk_of
 from tests.torch.gloo_ranks import TorchRank, run_gloo
@@ -35,6 +39,72 @@ def described(value: Any) -> LocalTensor:
     found = ADAPTER.describe(value)
     assert found is not None
     return found
+
+
+# -- plain tensors -------------------------------------------------------------------------------------------------
+
+
+def as_parameter(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.nn.Parameter(tensor, requires_grad=tensor.is_floating_point())
+
+
+def annotated(tensor: torch.Tensor) -> torch.Tensor:
+    return annotate_shard(tensor, offsets=(0,) * tensor.dim(), global_shape=tensor.shape)
+
+
+def grown(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().requires_grad_(tensor.is_floating_point()) * 1
+
+
+VARIANTS: list[Callable[[torch.Tensor], torch.Tensor]] = [
+    lambda tensor: tensor, as_parameter, grown, annotated, lambda tensor: annotated(tensor).detach(),
+    lambda tensor: tensor[..., None].expand(*tensor.shape, 2), lambda tensor: tensor[..., None].transpose(-1, 0),
+    lambda tensor: tensor.t() if tensor.dim() == 2 else tensor[:1], lambda tensor: tensor.reshape(-1)[1::2],
+    torch._neg_view, torch.conj, lambda tensor: tensor.to(torch.complex64).conj().imag,
+]  # fmt: skip
+DTYPES = [torch.float32, torch.bfloat16, torch.bool, torch.int8, torch.float8_e4m3fn, torch.complex64]
+
+
+@given(
+    shape=st.lists(st.integers(0, 3), min_size=1, max_size=3),
+    dtype=st.sampled_from(DTYPES),
+    variant=st.sampled_from(VARIANTS),
+)
+@example(shape=[2], dtype=torch.complex64, variant=torch.conj)
+@example(shape=[2], dtype=torch.float32, variant=torch._neg_view)
+def test_the_short_way_to_describe_a_tensor_and_the_long_way_say_the_same(
+    shape: list[int], dtype: torch.dtype, variant: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    try:
+        tensor = variant(torch.ones(shape).to(dtype))
+        tensor.resolve_conj().resolve_neg()
+    except (RuntimeError, NotImplementedError):
+        return  # torch has no such operation for the dtype
+    found = described(tensor)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(describers, "_describe_simple", lambda value, access: None)
+        expected = described(tensor)
+    for field in fields(LocalTensor):
+        if field.name != "views":
+            assert getattr(found, field.name) == getattr(expected, field.name), field.name
+    for view, other in zip(found.views, expected.views, strict=True):
+        assert not view.requires_grad
+        assert (view.data_ptr(), view.shape, view.stride()) == (other.data_ptr(), other.shape, other.stride())
+        assert ADAPTER.read_out(view).tobytes() == ADAPTER.read_out(other).tobytes()
+
+
+@pytest.mark.parametrize("make", [lambda: torch.ones(3), lambda: torch.nn.Parameter(torch.ones(3))])
+def test_a_plain_tensor_takes_the_short_way(make: Callable[[], torch.Tensor]) -> None:
+    assert describers._describe_simple(make(), ADAPTER) is not None
+
+
+def test_a_note_is_found_on_the_memory_once_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(annotate, "_noted_storages", False)
+    tensor = torch.ones(2)
+    assert described(tensor).plain
+    annotate_shard(tensor, offsets=(2,), global_shape=(4,))
+    assert described(tensor.detach()).boxes == (Box((2,), (2,)),)
+    assert described(torch.ones(2)).plain
 
 
 # -- DTensor -------------------------------------------------------------------------------------------------------
@@ -52,6 +122,38 @@ def check_subset(rank: TorchRank) -> tuple[int, str, tuple[int, ...]]:
 def test_ranks_outside_the_mesh_hold_nothing_and_know_shape_and_dtype() -> None:
     found = run_gloo(check_subset, 4)
     assert found == [(count, "float16", (4, 3)) for count in (0, 1, 0, 1)]
+
+
+def check_layouts_of_one_shape(rank: TorchRank) -> None:
+    mesh = init_device_mesh(rank.device.type, (2,))
+    local = torch.zeros(4, device=rank.device)
+    own = rank.rank * 4
+    expected = {
+        Shard(0): [Box((own,), (4,))],
+        _StridedShard(0, split_factor=2): [Box((rank.rank * 2,), (2,)), Box((4 + rank.rank * 2,), (2,))],
+        _StridedShard(0, split_factor=4): [Box((start + rank.rank,), (1,)) for start in (0, 2, 4, 6)],
+    }
+    for _ in range(2):
+        for placement, boxes in expected.items():
+            tensor = DTensor.from_local(local, mesh, [placement], run_check=False, shape=torch.Size([8]), stride=(1,))
+            assert list(described(tensor).boxes) == boxes, placement
+    other = DTensor.from_local(local, mesh, [Replicate()], run_check=False)
+    assert described(other).boxes == (Box((0,), (4,)),)
+    assert described(distribute_tensor(torch.zeros(4), mesh, [Shard(0)])).boxes == (Box((rank.rank * 2,), (2,)),)
+
+
+def test_tensors_of_one_shape_that_are_placed_differently_are_told_apart() -> None:
+    run_gloo(check_layouts_of_one_shape, 2)
+
+
+def test_more_layouts_than_are_remembered_are_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(describers, "_layouts", {})
+    monkeypatch.setattr(describers, "_MOST_LAYOUTS", 2)
+    spec = SimpleNamespace(placements=(Shard(0),), shard_order=None)
+    for size in (*range(6), *range(6)):
+        layout = describers._layout((size,), spec, (2,), (0,))
+        assert layout.local_shape == (-(-size // 2),)
+        assert len(describers._layouts) <= 2
 
 
 def check_partial(rank: TorchRank) -> None:
