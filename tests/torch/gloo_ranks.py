@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ _PRELOADED = (
     "dcp_torch.api",
     "torch._dynamo",  # DTensor's first operation imports it
 )
+_LEAVING_SECONDS = 5.0
 ranks.preload(*_PRELOADED)  # at import, so before the first test starts the fork server
 
 
@@ -132,18 +134,30 @@ def _start(
         register_hccl_over_gloo()
     if store is None:
         return function(rank, *args)
+    meeting = FileStore(store, rank.world_size)
     dist.init_process_group(
         chosen,
-        store=FileStore(store, rank.world_size),
+        store=meeting,
         rank=rank.rank,
         world_size=rank.world_size,
         timeout=timedelta(seconds=30),
     )
     dist.barrier()  # a rank that ends while others still connect to it would fail them
-    result = function(rank, *args)
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    return result
+    try:
+        return function(rank, *args)
+    finally:
+        _leave_together(meeting, rank.world_size)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _leave_together(store: FileStore, world_size: int) -> None:
+    """Wait a while for the other ranks: one may still be connecting within a group that this one has made."""
+    deadline = time.monotonic() + _LEAVING_SECONDS
+    came = store.add("ranks that leave", 1)
+    while came < world_size and time.monotonic() < deadline:
+        time.sleep(0.005)
+        came = store.add("ranks that leave", 0)
 
 
 def register_hccl_over_gloo() -> None:
