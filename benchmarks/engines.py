@@ -125,11 +125,14 @@ def _measure(case: Case, settings: Settings, running: Sequence[str], directory: 
 def _no_room(
     cases: Sequence[Case], wanted: Sequence[str], not_here: dict[str, str], parents: dict[str, str]
 ) -> str | None:
-    """Why the run would not fit, or None; the largest case counts, as no case leaves anything behind."""
+    """Why the run would not fit, or None; every case has to fit alone, as none leaves anything behind.
+
+    Peers need up to twice the state's bytes beside it.
+    """
     for case in cases:
         running, _ = taking_part(case, wanted, not_here)
         checkpoints = len(running) if case.measure in ("load", "cold") else 1
-        reason = missing_room(parents[case.place], checkpoints * _with_margin(case.nbytes), 2 * case.nbytes)
+        reason = missing_room(parents[case.place], checkpoints * _with_margin(case.nbytes), 3 * case.nbytes)
         if reason is not None:
             advice = "choose another directory (--memory-dir, --disk-dir), fewer contestants, or a smaller --mib"
             return f"{case.title}: {reason}; {advice}"

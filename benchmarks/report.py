@@ -34,6 +34,8 @@ def _lines(result: CaseResult) -> Iterator[str]:
         yield _row("", _TIME_HEADINGS)
         ours = next((each for each in result.timed if each.contestant == "ours"), None)
         yield from (_row(each.contestant, _time_cells(case, each, ours)) for each in result.timed)
+    if case.measure == "cold" and (warm := [each.contestant for each in result.timed if not was_cold(case, each)]):
+        yield f"  NOT COLD: {', '.join(warm)}: less than {WAS_COLD:.0%} of the needed bytes came from the device"
     if result.footprints:
         yield _row("MiB", _MEMORY_HEADINGS)
         yield from (_row(each.contestant, _memory_cells(each)) for each in result.footprints)

@@ -204,7 +204,11 @@ class WriteSource(Protocol):
     """What execution needs of a `SavePlanner`."""
 
     def get_data(self, item: WriteItem) -> npt.NDArray[Any] | DeviceBits | bytes:
-        """The raw bits of a region (dtype `DType.bits`, shape `item.sizes`, any strides), or an object's bytes."""
+        """The raw bits of a region (dtype `DType.bits`, shape `item.sizes`, any strides), or an object's bytes.
+
+        Called on the thread that called `execute_write`, and on no other. An array must stay as it is until that
+        returns. A source may also have `get_batch(spans)`, which gives the bits of many regions at once.
+        """
         ...
 
 

@@ -135,7 +135,8 @@ class Crew(Generic[W]):
         for _ in self._threads:
             self._todo.put(None)
         for thread in self._threads:
-            thread.join()
+            if thread.is_alive():
+                thread.join()
         if self._own is not None:
             self._own.finish()
         left = []
@@ -145,8 +146,8 @@ class Crew(Generic[W]):
 
     def _start(self) -> None:
         thread = Thread(target=self._work, name=f"dcp-read-{len(self._threads)}", daemon=True)
+        self._threads.append(thread)  # first, so that an interrupt leaves none behind
         thread.start()
-        self._threads.append(thread)
 
     def _work(self) -> None:
         """Work until told to stop; after an error nobody begins anything."""

@@ -25,7 +25,7 @@ CALL_BYTES = 2 << 20
 WRITE_BACK_BYTES = 8 << 20
 """The disk is told to begin whenever so many bytes are new; see docs/decisions/0015."""
 
-_COPIED_BYTES = 256 << 10  # smaller chunks between staged ones are copied to them rather than written on their own
+_COPIED_BYTES = 256 << 10  # beside chunks that must be staged, smaller ones are copied too: cheaper than a call each
 
 
 class FileStream:
@@ -73,13 +73,11 @@ class FileStream:
     def _send_chunk(self, bits: Bits, transfers: DeviceTransfers | None) -> None:
         if isinstance(bits, DeviceBits):
             self._staging_over(transfers).add(bits)
-        elif not bits.flags.c_contiguous:
-            (self._staging or self._staging_over(None)).add(bits)
-        elif self._staging is not None and not self._staging.is_empty and bits.nbytes <= _COPIED_BYTES:
-            self._staging.add(bits)
-        elif bits.nbytes:
+        elif bits.flags.c_contiguous and bits.nbytes > _COPIED_BYTES:
             self.finish()
             self._put_contiguous(bits)
+        else:
+            (self._staging or self._staging_over(None)).add(bits)
 
     def _staging_over(self, transfers: DeviceTransfers | None) -> Staging:
         """The staging for a device, or for the host; one at a time, to bound the memory."""

@@ -122,6 +122,7 @@ class _Lane:
         self.nbytes = 0
         self.is_complete = False
         self.is_awaited = False
+        self.has_ended = False
         self.filled = Condition(lock)
 
     def has_room(self) -> bool:
@@ -145,13 +146,15 @@ class _Crew:
         ]
 
     def run(self) -> None:
+        error: BaseException | None = None
         try:
             for thread in self._threads:
                 thread.start()
             self._feed()
-        except BaseException as error:
-            self._fail(error)
-        self._join()
+        except BaseException as caught:
+            error = caught
+        self._end(error)
+        del error  # its traceback holds this frame
         for lane in self._lanes:
             lane.runs.clear()
         self._failure.raise_it()
@@ -182,14 +185,30 @@ class _Crew:
                 self._room.wait()
         return None
 
-    def _join(self) -> None:
-        """Wait for all threads, also when somebody loses patience."""
-        for thread in self._threads:
-            while thread.is_alive():
-                try:
-                    thread.join()
-                except BaseException as error:
+    def _end(self, error: BaseException | None) -> None:
+        """Wait for all threads, however often somebody loses patience meanwhile.
+
+        They say themselves when they have ended: `Thread.join` takes a thread for dead when it is interrupted (Python
+        3.8 to 3.12, bpo-45274).
+        """
+        has_ended = False
+        while not has_ended:
+            try:
+                if error is not None:
                     self._fail(error)
+                with self._lock:
+                    while self._is_running():
+                        self._room.wait()
+                has_ended = True
+            except BaseException as caught:
+                error = caught if error is None else error
+        for thread in self._threads:
+            if thread.ident is not None:
+                thread.join()
+
+    def _is_running(self) -> bool:
+        pairs = zip(self._threads, self._lanes, strict=True)
+        return any(thread.ident is not None and not lane.has_ended for thread, lane in pairs)
 
     # --- on the threads ------------------------------------------------------------------------------
 
@@ -203,6 +222,9 @@ class _Crew:
             lane.file.finish()
         except BaseException as error:
             self._fail(error)
+        with self._lock:
+            lane.has_ended = True
+            self._room.notify()
 
     def _take(self, lane: _Lane) -> Run | None:
         with self._lock:

@@ -90,8 +90,9 @@ def match_state(state: LocalState, metadata: Metadata, rank: int, world_size: in
     if found.missing and not rules.allow_partial_load:
         raise _missing_error(found.missing, metadata)
     wanted = wanted_boxes(state, plain, found.tensors)
+    paths = {position: decode_path(state.paths[position]) for position in found.objects}
     objects = [
-        WantedObject(state.names[position], position, decode_path(state.paths[position]), stored)
+        WantedObject(state.names[position], position, paths.get(position, stored.path), stored)
         for position, stored in sorted({**plain.objects, **found.objects}.items(), key=itemgetter(0))
     ]
     return Matches(wanted, objects, (*plain.lossy, *found.lossy), found.borrowed)

@@ -125,9 +125,9 @@ class StandardLoadPlanner(PlannerState, LoadPlanner):
     def apply_bytes(self, item: ReadItem, value: bytes) -> None:
         """Decode an object and put it in its place in the target."""
         wanted = self._current_plan().objects_by_name[item.dest_index.fqn]
-        leaf = self.state.leaves[wanted.leaf]
-        decoded = self.context.codec.decode(value, leaf.name)
-        set_value(self._target, leaf.path, PerRank(decoded) if isinstance(leaf.value, PerRank) else decoded)
+        decoded = self.context.codec.decode(value, wanted.name)
+        is_own = isinstance(self.state.values[wanted.leaf], PerRank)
+        set_value(self._target, wanted.path, PerRank(decoded) if is_own else decoded)
 
     def _take(self, plan: LoadPlan) -> None:
         if self._plan is None or plan.wanted is not self._plan.wanted:

@@ -29,7 +29,7 @@ from dcp_core.planning.global_plan import (
     plan_globally,
 )
 from dcp_core.planning.global_table import merge_tables
-from dcp_core.planning.leaves import LocalTensor
+from dcp_core.planning.leaves import DeviceBits, LocalTensor
 from dcp_core.planning.local_table import LocalTable, encode_table
 from dcp_core.planning.planners import PlannerContext
 from dcp_core.planning.plans import ChunkSpan, SavePlan
@@ -323,8 +323,9 @@ class Simulation:
         found: dict[Place, Ids] = {}
         for rank, spans in enumerate(self.spans()):
             for span in spans:
-                ids = self.planners[rank].get_data(span.item)
-                assert isinstance(ids, np.ndarray)
+                bits = self.planners[rank].get_data(span.item)
+                assert isinstance(bits, (np.ndarray, DeviceBits))
+                ids = np.asarray(bits)
                 assert ids.shape == span.item.sizes
                 assert (rank, span.part, span.byte_offset) not in found
                 found[rank, span.part, span.byte_offset] = ids

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -111,6 +111,29 @@ def test_plain_arrays_of_any_strides_come_back(directory: Path) -> None:
         np.testing.assert_array_equal(memory.view, state[key], err_msg=key)
         assert memory.is_clean_beside(), key
         assert same_bits(read(directory, key), expected[key].astype(state[key].dtype.newbyteorder("<"))), key
+
+
+def test_targets_of_all_kinds_side_by_side_are_filled(directory: Path) -> None:
+    """Plain and strided ones, other byte orders and types, in turn, whole and in columns: each takes another way."""
+    whole = np.random.default_rng(6).standard_normal((256, 240), np.float32)
+    state: dict[str, Any] = {f"layer.{number:03}": whole + number for number in range(200)}
+    save(state, str(directory))
+    kinds: list[Callable[[tuple[int, ...]], Any]] = [
+        lambda sizes: np.zeros(sizes, np.float32),
+        lambda sizes: np.zeros(sizes, ">f4"),
+        lambda sizes: np.zeros(sizes[::-1], np.float32).T,
+        lambda sizes: np.zeros(sizes, np.float64),
+        lambda sizes: np.zeros((*sizes, 2), np.float32)[..., 0],
+        lambda sizes: np.zeros(sizes, ">f8")[::-1],
+    ]
+    rng, targets, boxes = Random(8), {}, {}
+    for key in state:
+        box = Box((0, 0), whole.shape) if rng.random() < 0.5 else Box((3, 100), (200, rng.randint(1, 140)))
+        targets[key], boxes[key] = rng.choice(kinds)(box.sizes), box
+    shards = {key: ShardedArray(whole.shape, [boxes[key]], [array]) for key, array in targets.items()}
+    load(shards, str(directory))
+    for key, array in targets.items():
+        np.testing.assert_array_equal(array, state[key][at(boxes[key])], err_msg=key)
 
 
 def test_any_region_can_be_read_alone(directory: Path) -> None:

@@ -223,6 +223,18 @@ class RecordingLoadPlanner(StandardLoadPlanner):
         assert all(place["acquire", item] < place["apply", item] for item in tensors)
 
 
+def overriding(method: str, calls: list[ReadItem]) -> StandardLoadPlanner:
+    """A planner that overrides one method, and notes the items that it is called with."""
+
+    def instead(self: StandardLoadPlanner, item: ReadItem, *more: Any) -> Any:
+        calls.append(item)
+        return getattr(super(made, self), method)(item, *more)
+
+    made: Any = type("Overriding", (StandardLoadPlanner,), {method: instead})
+    planner: StandardLoadPlanner = made()
+    return planner
+
+
 def stored_bits(item: ReadItem) -> Any:
     """What a region holds."""
     chunk = item.storage_index.offset or ()
@@ -251,6 +263,19 @@ def test_each_region_is_acquired_and_applied_once_with_its_bytes_in(loaders: int
     for dim, verify, torn in [(0, True, False), (1, "full", False), (1, True, True), (0, False, True)]:
         planned = run_ranks(load_recorded, loaders, str(directory), dim, verify, torn)
         assert min(planned) >= len(OBJECTS) + len(SHAPES) // 2
+
+
+@pytest.mark.parametrize("method", ["acquire_tensor", "access", "apply_tensor", "apply_bytes"])
+def test_a_method_that_is_overridden_alone_is_called_for_every_item(method: str, directory: Path) -> None:
+    save(state_of(shards_of(1, 0, 0)), str(directory))
+    calls: list[ReadItem] = []
+    shards = shards_of(1, 0, 0, poisoned=True)
+    load(state_of(shards), str(directory), planner=overriding(method, calls))
+    expected = OBJECTS if method == "apply_bytes" else SHAPES
+    assert sorted({item.dest_index.fqn for item in calls}) == sorted(expected)
+    assert len(calls) == len(expected) or method == "access"
+    for part in shards:
+        part.check()
 
 
 def test_a_region_that_is_corrupt_is_not_applied(directory: Path) -> None:

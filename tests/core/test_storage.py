@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from dcp_core.errors import ArgumentError, CorruptError, IncompleteError, NotFoundError, StorageError
 from dcp_core.storage import local, operations
-from dcp_core.storage.base import Storage, check_name, storage_error
+from dcp_core.storage.base import ReadHandle, Storage, check_name, storage_error
 from dcp_core.storage.local import LocalStorage
 from dcp_core.storage.operations import BytesLike, FileOperations
 from dcp_core.testing.faults import FaultyOperations
@@ -294,6 +294,48 @@ def test_reading_lands_in_memory_of_any_shape(storage: LocalStorage) -> None:
         handle.read_into(0, memoryview(target).cast("B", (2, 3, 4)))
         handle.read_into(0, memoryview(bytearray()))
     assert target == bytes(range(24))
+
+
+class PlainHandle(ReadHandle):
+    """A handle of a storage that fills one place at a time."""
+
+    def __init__(self, content: bytes) -> None:
+        self.name, self.nbytes, self._content = "a", len(content), content
+        self.calls = 0
+
+    def read_into(self, offset: int, target: memoryview) -> None:
+        self.calls += 1
+        target[:] = self._content[offset : offset + len(target)]
+
+    def close(self) -> None:
+        return
+
+
+@pytest.mark.parametrize("most", [None, 1, 3, 7, 1000])
+@pytest.mark.parametrize("lengths", [[], [0], [5], [0, 3, 0, 0, 4, 1, 0], [1] * 2500, [700, 1, 0, 299]], ids=len)
+def test_one_read_fills_many_places_however_many_bytes_a_call_brings(
+    lengths: list[int], most: int | None, tmp_path: Path
+) -> None:
+    content = os.urandom(3000)
+    storage = LocalStorage(tmp_path, FaultyOperations(max_io_bytes=most))
+    storage.write_file("a", content)
+    plain = PlainHandle(content)
+    with storage.open_read("a") as handle:
+        for reader in (handle, plain):
+            parts = [bytearray(length) for length in lengths]
+            reader.read_scattered(100, [memoryview(part) for part in parts])
+            assert b"".join(parts) == content[100 : 100 + sum(lengths)]
+    assert plain.calls == 1
+
+
+def test_a_read_of_many_places_beyond_the_end_is_incomplete(storage: LocalStorage) -> None:
+    storage.write_file("a", b"0123456789")
+    parts = [memoryview(bytearray(4)) for _ in range(3)]
+    with storage.open_read("a") as handle:
+        with pytest.raises(IncompleteError, match="'a' in .* ends at byte 10: expected bytes up to 14"):
+            handle.read_scattered(2, parts)
+        with pytest.raises(IncompleteError, match="ends at byte 10: expected bytes up to 22"):
+            handle.read_scattered(10, parts)
 
 
 def test_several_threads_read_from_one_handle(storage: LocalStorage) -> None:

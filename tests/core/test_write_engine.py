@@ -10,6 +10,7 @@ import gc
 import os
 import signal
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -630,28 +631,63 @@ def test_an_error_while_the_planner_is_asked_ends_the_asking(meeting: Meeting, t
     assert len(asked) <= 10 + write_runs.RUN_BYTES // MEBIBYTE
 
 
+class Interrupts:
+    """Interrupts the calling thread from another one, each time that it waits, and goes on when it waits again."""
+
+    def __init__(self, times: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.seen = 0
+        self._times = times
+        self._is_waiting = False
+        interrupts = self
+
+        class Announced(threading.Condition):
+            def wait(self, timeout: float | None = None) -> bool:
+                if threading.current_thread() is threading.main_thread():
+                    interrupts._is_waiting = True
+                return super().wait(timeout)
+
+        monkeypatch.setattr(write_threads, "Condition", Announced)
+
+    def __call__(self) -> None:
+        while self.seen < self._times:
+            seen = self.seen
+            self._wait_until_it_waits(seen)
+            os.kill(os.getpid(), signal.SIGINT)
+            self._wait_until_it_waits(seen + 1)
+
+    def handle(self, *_: object) -> None:
+        self.seen += 1
+        self._is_waiting = False
+        raise KeyboardInterrupt
+
+    def _wait_until_it_waits(self, seen: int) -> None:
+        for _ in range(60_000):
+            if self.seen == seen and self._is_waiting:
+                return
+            time.sleep(0.001)
+        raise AssertionError("the calling thread does not wait")
+
+
+@pytest.mark.parametrize("times", [1, 3])
 @pytest.mark.parametrize("moment", ["while it waits for room", "while it waits for the end"])
-def test_an_interrupt_of_the_calling_thread_stops_the_others(moment: str, meeting: Meeting, tmp_path: Path) -> None:
-    """A thread that writes sends the signal and goes on when the calling thread has made it known."""
+def test_an_interrupt_of_the_calling_thread_stops_the_others(
+    moment: str, times: int, threads: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A thread that writes sends the signal, and goes on when the calling thread waits for it to end."""
     count = 400 if moment == "while it waits for room" else 3
     values: Values = {f"k{number}": (bits_of((MEBIBYTE // 2,), UINT8), UINT8) for number in range(count)}
-    sent: list[bool] = []
-
-    def interrupt() -> None:
-        if not sent:
-            sent.append(True)
-            os.kill(os.getpid(), signal.SIGINT)
-            meeting.wait()
-
-    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    interrupts = Interrupts(times, monkeypatch)
+    operations = Scripted({0: interrupts})
+    previous = signal.signal(signal.SIGINT, interrupts.handle)
     try:
-        operations = Scripted({0: interrupt})
         with pytest.raises(KeyboardInterrupt):
             write(tmp_path, values, 1, operations=operations)
     finally:
         signal.signal(signal.SIGINT, previous)
+    assert interrupts.seen == times
     assert operations.written == ["_rank0_.safetensors"]
     assert content(tmp_path) == {}
+    assert writers() == []
 
 
 def test_a_handler_that_raises_in_the_middle_of_a_write_leaves_no_file(
