@@ -129,11 +129,6 @@ class _PartFile:
         self._stream = FileStream(handle, plan.layout.data_start, failure.check, durable=context.durable)
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of its data section."""
-        return self._plan.layout.data_nbytes
-
-    @property
     def next_nbytes(self) -> int:
         """What the next run has at most, in bytes."""
         return self._runs.next_nbytes

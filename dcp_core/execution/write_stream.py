@@ -22,7 +22,7 @@ from dcp_core.storage.base import WriteHandle
 CALL_BYTES = 2 << 20
 """About so many bytes are hashed and then written by one call; see docs/decisions/0015."""
 
-WRITE_BACK_BYTES = 8 << 20
+WRITE_BACK_BYTES = 16 << 20
 """The disk is told to begin whenever so many bytes are new; see docs/decisions/0015."""
 
 _COPIED_BYTES = 256 << 10  # beside chunks that must be staged, smaller ones are copied too: cheaper than a call each

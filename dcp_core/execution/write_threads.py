@@ -18,16 +18,10 @@ QUEUE_BYTES = 8 << 20
 """What is prepared for one file at most, and not taken up yet; a larger run is prepared when its thread is idle."""
 
 _QUEUE_RUNS = 8
-_THREADED_BYTES = 16 << 20  # less is written before a thread has started
 
 
 class FileWork(Protocol):
     """What writing one file consists of."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes to write in all."""
-        ...
 
     @property
     def next_nbytes(self) -> int:
@@ -86,9 +80,10 @@ class FirstFailure:
             del error  # its traceback holds this frame
 
 
-def usable_cores() -> int:
-    """How many processors this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def threads_pay(files: int) -> bool:
+    """Whether each file gets a thread: not a single one, and not where there is one processor; see decision 15."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return files > 1 and cores > 1
 
 
 def write_all(files: Sequence[FileWork], failure: FirstFailure) -> None:
@@ -101,7 +96,7 @@ def write_all(files: Sequence[FileWork], failure: FirstFailure) -> None:
     Raises:
         BaseException: What went wrong first, on whichever thread. No thread is left then either.
     """
-    if usable_cores() > 1 and sum(file.nbytes for file in files) >= _THREADED_BYTES:
+    if threads_pay(len(files)):
         _Crew(files, failure).run()
         return
     for file in files:

@@ -90,9 +90,9 @@ def nothing_left_behind() -> Iterator[None]:
     threads, descriptors = set(threading.enumerate()), open_descriptors()
     yield
     assert set(threading.enumerate()) <= threads
-    if open_descriptors() != descriptors:  # an error may wait for the collection with what it saw
+    if open_descriptors() > descriptors:  # an error may wait for the collection with what it saw
         gc.collect()
-    assert open_descriptors() == descriptors
+    assert open_descriptors() <= descriptors
 
 
 # --- short reads and writes --------------------------------------------------------------------------
@@ -289,14 +289,14 @@ def test_a_planner_that_raises_at_any_item_leaves_nothing_behind(
 ) -> None:
     save(1, directory)
     before = names_in(directory)
-    for number in range(1, len(SHAPES) + 1, 4):
+    for number in range(1, len(SHAPES) + 1, 7):
         with nothing_left_behind():
             outcome = outcome_of(save, 2, directory, planner=FailingSavePlanner(number, error()))
         assert outcome.kind == kind, (number, outcome)
         assert names_in(directory) == before, number
     _, target = target_of(1)
     for method in ("acquire_tensor", "access", "apply_tensor"):
-        for number in range(1, len(SHAPES) + 1, 4):
+        for number in range(1, len(SHAPES) + 1, 7):
             options: dict[str, Any] = {"planner": FailingLoadPlanner(method, number, error())} | OPTIONS
             with nothing_left_behind():
                 outcome = outcome_of(api.load, target, checkpoint_id=directory, **options)

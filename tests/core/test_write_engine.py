@@ -100,16 +100,13 @@ def writers() -> list[str]:
 @pytest.fixture(params=["on the calling thread", "with threads"])
 def crew(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Both ways of sharing the work, whatever the machine and however little there is to write."""
-    threaded = request.param == "with threads"
-    monkeypatch.setattr(write_threads, "_THREADED_BYTES", 0)
-    monkeypatch.setattr(write_threads, "usable_cores", lambda: 2 if threaded else 1)
+    monkeypatch.setattr(write_threads, "threads_pay", lambda files: request.param == "with threads")
     return str(request.param)
 
 
 @pytest.fixture
 def threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(write_threads, "_THREADED_BYTES", 0)
-    monkeypatch.setattr(write_threads, "usable_cores", lambda: 2)
+    monkeypatch.setattr(write_threads, "threads_pay", lambda files: True)
 
 
 @pytest.fixture(autouse=True)
@@ -270,12 +267,15 @@ class Placed(FileOperations):
 
 
 @pytest.mark.parametrize("durable", [True, False])
-def test_the_disk_begins_with_what_was_written_while_the_rest_is_being_written(durable: bool, tmp_path: Path) -> None:
+def test_the_disk_begins_with_what_was_written_while_the_rest_is_being_written(
+    durable: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    step = 3 * MEBIBYTE
+    monkeypatch.setattr(write_stream, "WRITE_BACK_BYTES", step)
     operations = Placed()
-    step = write_stream.WRITE_BACK_BYTES
-    values: Values = {f"k{number}": (bits_of((step // 3,), UINT8, number), UINT8) for number in range(10)}
+    values: Values = {f"k{number}": (bits_of((MEBIBYTE,), UINT8, number), UINT8) for number in range(20)}
     write(tmp_path, values, operations=operations, durable=durable)
-    assert len(operations.begun) == (2 if durable else 0)
+    assert len(operations.begun) == (20 * MEBIBYTE // (4 * MEBIBYTE) if durable else 0)  # whole calls of 2 MiB
     start = operations.writes[0][0]
     for begun in operations.begun:
         assert begun[0] == start and begun[1] - begun[0] >= step
@@ -693,7 +693,7 @@ def test_an_interrupt_of_the_calling_thread_stops_the_others(
 def test_a_handler_that_raises_in_the_middle_of_a_write_leaves_no_file(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(write_threads, "usable_cores", lambda: 1)
+    monkeypatch.setattr(write_threads, "threads_pay", lambda files: False)
     values = small_values(10)
     operations = Scripted({0: partial(os.kill, os.getpid(), signal.SIGINT)})
     previous = signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -705,21 +705,22 @@ def test_a_handler_that_raises_in_the_middle_of_a_write_leaves_no_file(
     assert content(tmp_path) == {}
 
 
-def test_each_file_has_a_thread_of_its_own_and_little_is_written_without_any(
+def test_each_file_has_a_thread_of_its_own_where_there_are_several_files_and_processors(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(write_threads, "usable_cores", lambda: 8)
-    values: Values = {f"k{number}": (bits_of((10 * MEBIBYTE,), UINT8), UINT8) for number in range(3)}
-    for kept, expected in ((values, 3), (small_values(30), 0)):
-        seen: dict[str, set[str]] = {}
+    for cores, parts, expected in ((8, 3, 3), (2, 3, 3), (1, 3, 1), (8, 1, 1)):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid, cores=cores: set(range(cores)), raising=False)
+        seen: dict[str, set[int]] = {}
 
-        def before(record: OperationRecord, seen: dict[str, set[str]] = seen) -> None:
+        def before(record: OperationRecord, seen: dict[str, set[int]] = seen) -> None:
             if record.operation in ("pwritev", "fsync", "close_written"):
-                seen.setdefault(record.name, set()).add(threading.current_thread().name)
+                seen.setdefault(record.name, set()).add(threading.get_ident())
 
-        directory = tmp_path / str(expected)
+        directory = tmp_path / f"{cores} {parts}"
         directory.mkdir()
-        write(directory, kept, 3, operations=FaultyOperations(before=before), durable=True)
-        assert {len(names) for names in seen.values()} == {1}
-        own = {name for names in seen.values() for name in names if name.startswith("dcp-write")}
-        assert len(own) == expected
+        write(directory, small_values(30), parts, operations=FaultyOperations(before=before), durable=True)
+        assert len(seen) == parts
+        assert {len(threads) for threads in seen.values()} == {1}
+        writing = set.union(*seen.values())
+        assert len(writing) == expected
+        assert (threading.get_ident() in writing) == (expected == 1)
