@@ -15,7 +15,7 @@ from dcp_core.execution import read_ranges
 from dcp_core.metadata import Int64
 from dcp_core.planning.span_columns import Mask
 
-TASK_BYTES = 1 << 21
+TASK_BYTES = 1 << 22
 """What a thread reads before it looks for other work; a call reads at most that. From 1 to 8 MiB all is the same."""
 
 TASK_PIECES = 512

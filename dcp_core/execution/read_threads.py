@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
-from threading import Thread
+from threading import Event, Thread
 from typing import Generic, TypeVar
 
 MOST_THREADS = 4
@@ -89,7 +89,7 @@ class Crew(Generic[W]):
         self._done: SimpleQueue[tuple[W, BaseException | None]] = SimpleQueue()
         self._is_stopped = False
         self._most_threads = threads
-        self._threads: list[Thread] = []
+        self._threads: list[tuple[Thread, Event]] = []
         self._own = _Worker(carry_out, self._done) if threads < 2 else None
 
     def hand_in(self, work: W) -> None:
@@ -126,17 +126,24 @@ class Crew(Generic[W]):
         return work
 
     def stop(self) -> list[W]:
-        """Drop what was not begun, let the rest end, and end the threads.
+        """Drop what was not begun, let the rest end, and end the threads, however often somebody loses patience.
 
         Returns:
             Pieces that are done, or failed, and did not come out.
+
+        Raises:
+            BaseException: What interrupted the wait first; no thread is left then either.
         """
-        self._is_stopped = True
-        for _ in self._threads:
-            self._todo.put(None)
-        for thread in self._threads:
-            if thread.is_alive():
-                thread.join()
+        interrupt: BaseException | None = None
+        has_ended = False
+        while not has_ended:
+            try:
+                self._end()
+                has_ended = True
+            except BaseException as error:
+                interrupt = interrupt or error
+        if interrupt is not None:
+            raise interrupt
         if self._own is not None:
             self._own.finish()
         left = []
@@ -144,21 +151,35 @@ class Crew(Generic[W]):
             left.append(self._done.get()[0])
         return left
 
+    def _end(self) -> None:
+        """Tell the threads to end, and wait until they have. May be called again when it was interrupted."""
+        self._is_stopped = True
+        for _ in self._threads:
+            self._todo.put(None)
+        for thread, ended in self._threads:
+            if thread.ident is not None:
+                ended.wait()  # `join` takes a thread for dead when it is interrupted (Python 3.8 to 3.12, bpo-45274)
+                thread.join()
+
     def _start(self) -> None:
-        thread = Thread(target=self._work, name=f"dcp-read-{len(self._threads)}", daemon=True)
-        self._threads.append(thread)  # first, so that an interrupt leaves none behind
+        ended = Event()
+        thread = Thread(target=self._work, args=(ended,), name=f"dcp-read-{len(self._threads)}", daemon=True)
+        self._threads.append((thread, ended))  # first, so that an interrupt leaves none behind
         thread.start()
 
-    def _work(self) -> None:
+    def _work(self, ended: Event) -> None:
         """Work until told to stop; after an error nobody begins anything."""
         worker = _Worker(self._carry_out, self._done)
-        while True:
-            try:
-                work = self._todo.get(block=False)
-            except Empty:
-                worker.finish()
-                work = self._todo.get()
-            if work is None or self._is_stopped:
-                break
-            self._is_stopped |= not worker.begin(work)
-        worker.finish()
+        try:
+            while True:
+                try:
+                    work = self._todo.get(block=False)
+                except Empty:
+                    worker.finish()
+                    work = self._todo.get()
+                if work is None or self._is_stopped:
+                    break
+                self._is_stopped |= not worker.begin(work)
+            worker.finish()
+        finally:
+            ended.set()

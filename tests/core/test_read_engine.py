@@ -6,6 +6,7 @@ import errno
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -647,6 +648,40 @@ def interrupt_a_load(tmp_path: Path, threads: int, interrupt: Callable[[], None]
         with pytest.raises(KeyboardInterrupt):
             files.read([goal.region for goal in goals], Targets.of(goals))
         assert 10 <= failing.calls < len(goals)
+
+
+def test_no_thread_is_left_when_the_wait_for_the_threads_is_interrupted_again_and_again() -> None:
+    held, may_end = threading.Barrier(3), threading.Event()
+
+    def hold(work: int) -> None:
+        held.wait(20)
+        may_end.wait(20)
+
+    def lose_patience() -> None:
+        while not crew._is_stopped:  # so that the signals find the calling thread in stop()
+            time.sleep(0.005)
+        for _ in range(3):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.05)
+        may_end.set()
+
+    crew: Crew[int] = Crew(hold, 2)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        crew.hand_in(1)
+        crew.hand_in(2)
+        held.wait(20)
+        names = [thread.name for thread in threading.enumerate() if thread.name.startswith("dcp-read-")]
+        assert len(names) == 2
+        impatient = threading.Thread(target=lose_patience)
+        impatient.start()
+        with pytest.raises(KeyboardInterrupt):
+            crew.stop()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert may_end.is_set()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("dcp-read-")]
+    impatient.join()
 
 
 @pytest.mark.parametrize("threads", [0, 3])
