@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 from benchmarks.contestant import ContestantError
@@ -71,19 +73,36 @@ def run_alone(function: Callable[..., Any], *args: Any, directory: str, timeout_
     return run_ranks(function, 1, *args, timeout_seconds=timeout_seconds, directory=directory)[0]
 
 
+def _meet(path: str, rank: Rank, timeout: timedelta) -> Any:
+    """The job's store: rank 0 hosts it on the loopback, as launchers do, and puts its port into a file."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch lists no exports
+
+    if rank.rank == 0:
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timeout)
+        Path(f"{path}.tmp").write_text(str(store.port))
+        os.rename(f"{path}.tmp", path)
+        return store
+    deadline = time.monotonic() + timeout.total_seconds()
+    while not os.path.exists(path):
+        if time.monotonic() > deadline:
+            raise TimeoutError("rank 0 made no store")
+        time.sleep(0.01)
+    return TCPStore("127.0.0.1", int(Path(path).read_text()), wait_for_workers=False, timeout=timeout)
+
+
 def _start(
     context: RankContext, function: Callable[..., Any], args: tuple[Any, ...], store: str, timeout_seconds: float
 ) -> Any:
     import torch
     import torch.distributed as dist
-    from torch.distributed import FileStore  # type: ignore[attr-defined]  # torch lists no exports
 
     rank = Rank(context.rank, context.world_size)
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // rank.world_size))
-    os.environ.update(RANK=str(rank.rank), WORLD_SIZE=str(rank.world_size), LOCAL_RANK=str(rank.rank))
+    size, number = str(rank.world_size), str(rank.rank)
+    os.environ.update(RANK=number, LOCAL_RANK=number, WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)  # as launchers do
     dist.init_process_group(
         "gloo",
-        store=FileStore(store, rank.world_size),
+        store=_meet(store, rank, timedelta(seconds=timeout_seconds)),
         rank=rank.rank,
         world_size=rank.world_size,
         timeout=timedelta(seconds=timeout_seconds),

@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 import numpy.typing as npt
 
-from dcp_core.dtype import DType
 from dcp_core.errors import CoordinationError, StorageError
 from dcp_core.metadata import Metadata, SaveRecord, StoredObject, WriterRecord
 from dcp_core.planning.items import ReadItem, WriteItem
 from dcp_core.planning.leaves import DeviceBits, TensorAccess
+from dcp_core.planning.span_columns import PlannedRegion
+from dcp_core.planning.write_columns import PlannedChunk
 
 if TYPE_CHECKING:
     from dcp_core.formats.metadata_file import EncodedBody
@@ -154,40 +155,6 @@ class MetadataDraft:
     save: SaveRecord
 
 
-class PlannedChunk(Protocol):
-    """A chunk to write, and where: `planning.plans.ChunkSpan`."""
-
-    @property
-    def item(self) -> WriteItem:
-        """What it is."""
-        ...
-
-    @property
-    def key(self) -> str:
-        """Its name in the file."""
-        ...
-
-    @property
-    def dtype(self) -> DType:
-        """Its element type."""
-        ...
-
-    @property
-    def byte_offset(self) -> int:
-        """Where it starts in the data section."""
-        ...
-
-    @property
-    def nbytes(self) -> int:
-        """Its length."""
-        ...
-
-    @property
-    def part(self) -> int:
-        """Which of the rank's tensor files it lies in; `byte_offset` counts in that file's data section."""
-        ...
-
-
 class PlannedWrite(Protocol):
     """What execution needs of a `SavePlan`."""
 
@@ -209,40 +176,6 @@ class WriteSource(Protocol):
         Called on the thread that called `execute_write`, and on no other. An array must stay as it is until that
         returns. A source may also have `get_batch(spans)`, which gives the bits of many regions at once.
         """
-        ...
-
-
-class PlannedRegion(Protocol):
-    """A region to read, and where it lies: `planning.plans.ReadSpan`."""
-
-    @property
-    def item(self) -> ReadItem:
-        """What it is: `storage_offsets` and `lengths` select the region of the chunk."""
-        ...
-
-    @property
-    def file(self) -> int:
-        """Row of its file in the metadata's `FileColumns`."""
-        ...
-
-    @property
-    def byte_offset(self) -> int:
-        """Where the chunk (not the region) starts in the data section."""
-        ...
-
-    @property
-    def chunk_sizes(self) -> tuple[int, ...]:
-        """Extent of the chunk in elements."""
-        ...
-
-    @property
-    def dtype(self) -> DType:
-        """Element type as stored."""
-        ...
-
-    @property
-    def target_dtype(self) -> DType:
-        """Element type of the target."""
         ...
 
 

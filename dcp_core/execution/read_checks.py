@@ -11,9 +11,8 @@ import numpy as np
 
 from dcp_core.errors import CorruptError, DcpError, IncompleteError, PlanningError, StorageError
 from dcp_core.execution.data_files import OpenFile, TensorFiles
-from dcp_core.execution.interfaces import PlannedRegion
 from dcp_core.metadata import Int64
-from dcp_core.planning.span_columns import SpanColumns
+from dcp_core.planning.span_columns import PlannedRegion, SpanColumns
 
 _LARGEST = float(1 << 62)
 

@@ -18,7 +18,7 @@ import numpy as np
 from dcp_core.execution import read_ranges, read_requests
 from dcp_core.execution.buffer_ring import BufferRing
 from dcp_core.execution.data_files import OpenFile, TensorFiles
-from dcp_core.execution.interfaces import PlannedRegion, ReadContext, ReadTarget
+from dcp_core.execution.interfaces import ReadContext, ReadTarget
 from dcp_core.execution.read_batches import Batch, FileRows
 from dcp_core.execution.read_checks import check_before_reading, first_blocks
 from dcp_core.execution.read_placing import Acquired, Lane
@@ -28,7 +28,7 @@ from dcp_core.execution.read_threads import Crew, usable_threads
 from dcp_core.formats import checksums
 from dcp_core.metadata import Int64
 from dcp_core.planning.leaves import DeviceTransfers
-from dcp_core.planning.span_columns import SpanColumns, columns_of
+from dcp_core.planning.span_columns import PlannedRegion, SpanColumns, columns_of
 
 BATCH_ROWS = 256
 BATCH_BYTES = 32 << 20

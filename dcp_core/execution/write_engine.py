@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 
 from dcp_core.errors import DcpError, PlanningError, UnsupportedValueError
-from dcp_core.execution.interfaces import FileRecord, PlannedChunk, WriteContext, WriteSource
+from dcp_core.execution.interfaces import FileRecord, WriteContext, WriteSource
 from dcp_core.execution.write_runs import Run, RunSource
 from dcp_core.execution.write_stream import FileStream
 from dcp_core.execution.write_threads import FirstFailure, write_all
@@ -20,7 +20,7 @@ from dcp_core.file_names import OBJECT_FILE, TENSOR_FILE, data_file_name
 from dcp_core.formats.bytes_file import BytesFile, build_bytes_file
 from dcp_core.formats.safetensors_file import HeaderColumns, HeaderLayout, build_header, fill_header
 from dcp_core.planning.items import WriteItem
-from dcp_core.planning.write_columns import WriteColumns, columns_of
+from dcp_core.planning.write_columns import PlannedChunk, WriteColumns, columns_of
 from dcp_core.storage.base import Storage, WriteHandle
 
 

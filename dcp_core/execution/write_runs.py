@@ -15,11 +15,11 @@ import numpy.typing as npt
 
 from dcp_core.dtype import BY_CODE
 from dcp_core.errors import DTypeMismatchError, PlanningError, ShapeMismatchError, UnsupportedValueError
-from dcp_core.execution.interfaces import PlannedChunk, WriteSource
+from dcp_core.execution.interfaces import WriteSource
 from dcp_core.formats.checksums import BLOCK_BYTES
 from dcp_core.planning.bulk import tuples_of
 from dcp_core.planning.leaves import DeviceBits, DeviceTransfers
-from dcp_core.planning.write_columns import WriteColumns
+from dcp_core.planning.write_columns import PlannedChunk, WriteColumns
 
 RUN_BYTES = 4 << 20
 """Small chunks share a run up to this size; a larger chunk is a run of its own."""

@@ -18,7 +18,7 @@ from dcp_core.metadata import Metadata
 from dcp_core.planning.items import ReadItem, WriteItem
 from dcp_core.planning.leaves import DeviceBits, LocalTensor, TensorAccess
 from dcp_core.planning.plans import SavePlan
-from dcp_core.planning.write_columns import Chunk
+from dcp_core.planning.write_columns import PlannedChunk
 
 if TYPE_CHECKING:
     from dcp_core.planning.load_plan import LoadPlan
@@ -98,7 +98,7 @@ class SavePlanner(ABC):
     def get_data(self, item: WriteItem) -> npt.NDArray[Any] | DeviceBits | bytes:
         """The bits of a region as an array of shape `item.sizes`, or still on a device; or the bytes of an object."""
 
-    def get_batch(self, spans: Sequence[Chunk]) -> Sequence[npt.NDArray[Any] | DeviceBits]:
+    def get_batch(self, spans: Sequence[PlannedChunk]) -> Sequence[npt.NDArray[Any] | DeviceBits]:
         """What `get_data` gives for each of some regions; storages ask for a few hundred at a time."""
         return [self.get_data(span.item) for span in spans]  # type: ignore[misc]  # no objects among regions
 

@@ -20,27 +20,27 @@ from dcp_core.planning.items import ReadItem
 Mask = npt.NDArray[np.bool_]
 
 
-class Span(Protocol):
-    """A region to read, and where its chunk lies."""
+class PlannedRegion(Protocol):
+    """A region to read, and where it lies: `planning.read_spans.ReadSpan`."""
 
     @property
     def item(self) -> ReadItem:
-        """What it is."""
+        """What it is: `storage_offsets` and `lengths` select the region of the chunk."""
         ...
 
     @property
     def file(self) -> int:
-        """Row of its file."""
+        """Row of its file in the metadata's `FileColumns`."""
         ...
 
     @property
     def byte_offset(self) -> int:
-        """Where the chunk starts in the data section."""
+        """Where the chunk (not the region) starts in the data section."""
         ...
 
     @property
     def chunk_sizes(self) -> tuple[int, ...]:
-        """Extent of the chunk, elements."""
+        """Extent of the chunk in elements."""
         ...
 
     @property
@@ -99,7 +99,7 @@ class SpanColumns:
         )
 
 
-def columns_of(spans: Sequence[Span]) -> SpanColumns:
+def columns_of(spans: Sequence[PlannedRegion]) -> SpanColumns:
     """The columns of spans: those that they have as `columns`, or made of them one by one.
 
     Raises:

@@ -19,7 +19,7 @@ from dcp_core.planning.local_table import decode_table, encode_table
 from dcp_core.planning.planner_state import PlannerState
 from dcp_core.planning.planners import SavePlanner
 from dcp_core.planning.plans import Narrowing, SavePlan
-from dcp_core.planning.write_columns import Chunk
+from dcp_core.planning.write_columns import PlannedChunk
 from dcp_core.planning.write_items import WrittenRegions
 from dcp_core.planning.write_list import decode_answer, encode_answers, encode_write_list
 from dcp_core.planning.write_spans import WriteSpans
@@ -173,7 +173,7 @@ class StandardSavePlanner(PlannerState, SavePlanner):
             view = tensor.access.narrow(view, Box(item.start, item.sizes))
         return _bits_of(tensor, view, item.sizes)
 
-    def get_batch(self, spans: Sequence[Chunk]) -> Sequence[npt.NDArray[Any] | DeviceBits]:
+    def get_batch(self, spans: Sequence[PlannedChunk]) -> Sequence[npt.NDArray[Any] | DeviceBits]:
         """The bits of some regions, as `get_data` gives them."""
         is_own = getattr(self.get_data, "__func__", None) is StandardSavePlanner.get_data
         if not is_own or not isinstance(spans, WriteSpans):

@@ -16,8 +16,8 @@ from dcp_core.metadata import Int64, UInt8
 from dcp_core.planning.items import WriteItem
 
 
-class Chunk(Protocol):
-    """A region to write, and where it lies."""
+class PlannedChunk(Protocol):
+    """A chunk to write, and where: `planning.write_spans.ChunkSpan`."""
 
     @property
     def item(self) -> WriteItem:
@@ -46,7 +46,7 @@ class Chunk(Protocol):
 
     @property
     def part(self) -> int:
-        """Which of the rank's tensor files."""
+        """Which of the rank's tensor files it lies in; `byte_offset` counts in that file's data section."""
         ...
 
 
@@ -94,7 +94,7 @@ class WriteColumns:
         ]  # fmt: skip
 
 
-def columns_of(spans: Sequence[Chunk]) -> WriteColumns:
+def columns_of(spans: Sequence[PlannedChunk]) -> WriteColumns:
     """Make columns of spans that have none."""
     sizes = [span.item.sizes for span in spans]
     depth = max(map(len, sizes), default=0)
