@@ -1,7 +1,7 @@
 """Reads regions of chunks into their targets, at the speed of the hardware and in bounded memory.
 
 Goes in: planned regions, each with its file and chunk, and whoever says where it belongs. The calling thread asks the
-planner for targets, a few hundred regions at a time, and makes tasks of them; a few threads read, check and convert;
+planner for targets, some hundred regions at a time, and makes tasks of them; a few threads read, check and convert;
 then the calling thread tells the planner. Bytes that are contiguous in the file and in host memory are read straight
 into their places, many places a call; anything else comes through a few reused buffers.
 """
@@ -30,7 +30,7 @@ from dcp_core.metadata import Int64
 from dcp_core.planning.leaves import DeviceTransfers
 from dcp_core.planning.span_columns import PlannedRegion, SpanColumns, columns_of
 
-BATCH_ROWS = 256
+BATCH_ROWS = 1024
 BATCH_BYTES = 32 << 20
 """Regions whose targets are asked for at once: so many, of so many bytes together; at least one."""
 
