@@ -256,6 +256,7 @@ def _run_rank(job: _Job) -> None:
     os.environ.update(job.environment)
     os.chdir(job.working_directory)
     _current = job.context
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell starts in the background ignores it
     faulthandler.dump_traceback_later(job.timeout_seconds, exit=True, file=log)
     _leave(job.outcome_file, _call(job))
 
