@@ -14,7 +14,7 @@ from dcp_core.coordination.exchange import Exchange
 from dcp_core.errors import DcpError, RankFailedError
 from dcp_core.formats.objects import decode_value, encode_value, needs_pickle, value_digest
 from dcp_core.planning.leaves import LocalTensor
-from dcp_core.planning.planners import PlannerContext
+from dcp_core.planning.planners import PlannerContext, ValueCodec
 from dcp_core.state_path import StatePath, plain_name
 
 logger = logging.getLogger("dcp.recipes")
@@ -127,11 +127,11 @@ class Job:
         group = self.group
         return Exchange(group.rank, group.world_size, group.channel, key=group.key, timeout_seconds=timeout_seconds)
 
-    def planner_context(self, descriptions: Descriptions) -> PlannerContext:
+    def planner_context(self, descriptions: Descriptions, codec: ValueCodec | None = None) -> PlannerContext:
         """What a planner is told."""
         return PlannerContext(
             describe=descriptions.describe,
-            codec=ObjectEncoding(),
+            codec=ObjectEncoding() if codec is None else codec,
             rank=self.group.rank,
             world_size=self.group.world_size,
             is_coordinator=self.is_coordinator,
