@@ -6,44 +6,48 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from functools import cached_property
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from dcp_core import __version__
-from dcp_core.adapter import Adapter, AdapterSet, ProcessGroup
+from dcp_core.adapter import Adapter, AdapterSet, ProcessGroup, rendezvous_address
 from dcp_core.arrays import NumpyAdapter
+from dcp_core.background.async_save import AsyncOptions, AsyncSaveRecipe
+from dcp_core.background.data_copier import DataCopier
+from dcp_core.background.response import AsyncSaveResponse
+from dcp_core.background.service import OnPending, take_turn, wait_all
 from dcp_core.box import Box
 from dcp_core.errors import ArgumentError
 from dcp_core.execution.filesystem import FileSystemReader, FileSystemWriter
 from dcp_core.execution.interfaces import CheckpointId, StorageReader, StorageWriter, Verify
 from dcp_core.formats.objects import allow_pickled
 from dcp_core.log import set_rank, stage
-from dcp_core.metadata import (
-    FileColumns,
-    FoundObjects,
-    FoundTensors,
-    Metadata,
-    MetadataSource,
-    Nesting,
-    SaveRecord,
-    StoredObject,
-    StoredTensor,
-    WriterRecord,
-)
+from dcp_core.metadata import Metadata
 from dcp_core.planning.planners import LoadPlanner, SavePlanner
 from dcp_core.planning.standard_load import StandardLoadPlanner
 from dcp_core.planning.standard_save import StandardSavePlanner
 from dcp_core.plugins import activate_codecs, active_adapters
+from dcp_core.recipes.committed import committed_metadata
 from dcp_core.recipes.job import Job, paused_collection
 from dcp_core.recipes.load import LoadOptions, LoadRecipe
 from dcp_core.recipes.read import read_tensor
 from dcp_core.recipes.save import PLAN_CACHE, SaveOptions, SaveRecipe
 
-__all__ = ["allow_pickled", "clear_plan_cache", "load", "read", "save"]
+__all__ = [
+    "AsyncSaveResponse",
+    "DataCopier",
+    "allow_pickled",
+    "async_save",
+    "clear_plan_cache",
+    "load",
+    "read",
+    "save",
+    "wait_all",
+]
 
 BATCH_BYTES = 6 * 1024 * 1024
 DEADLINE_SECONDS = 1800.0
@@ -66,6 +70,8 @@ def save(
 ) -> Metadata:
     """Save a state; every rank of the group calls, with its own shards.
 
+    Waits first for an asynchronous save that is in flight.
+
     Args:
         state_dict: Nested mappings, lists and tuples of tensors, plain values, and Stateful objects.
         checkpoint_id: The directory, as a path or `file://` URL.
@@ -86,22 +92,80 @@ def save(
         DcpError: The same on every rank. What was there before is still there.
     """
     with stage("save"):
-        job, failed = _job(adapter, process_group, no_dist, use_collectives)
-        try:
-            writer = _checked(storage_writer, StorageWriter, "storage_writer") or FileSystemWriter()
-            chosen = _checked(planner, SavePlanner, "planner") or StandardSavePlanner()
-            _check_place(checkpoint_id, storage_writer)
-            _check_common(timeout_seconds)
-            _check_flags(no_dist=no_dist, use_collectives=use_collectives, durable=durable)
-        except ArgumentError as error:
-            failed = failed or error
-            writer, chosen, timeout_seconds = FileSystemWriter(), StandardSavePlanner(), _usable(timeout_seconds)
-            durable = True
-        options = SaveOptions(checkpoint_id, float(timeout_seconds), bool(durable), f"hyper-dcp {__version__}")
-        recipe = SaveRecipe(job, writer, chosen, options)
+        order = _SaveOrder.checked(
+            adapter, process_group, checkpoint_id, storage_writer, planner, no_dist, use_collectives,
+            timeout_seconds, durable,
+        )  # fmt: skip
+        failed = order.failed or take_turn()
+        recipe = SaveRecipe(order.job, order.writer, order.planner, order.options)
         with stage("_save_impl"):
             metadata = recipe.run(state_dict, failed=failed)
-        return metadata if metadata is not None else Metadata(_Committed(writer, recipe.save_id))
+        return metadata if metadata is not None else committed_metadata(order.writer, recipe.save_id)
+
+
+@paused_collection()
+def async_save(
+    state_dict: Mapping[Any, Any],
+    *,
+    checkpoint_id: CheckpointId | None = None,
+    storage_writer: StorageWriter | None = None,
+    planner: SavePlanner | None = None,
+    no_dist: bool = False,
+    use_collectives: bool = True,
+    use_gloo: bool = False,
+    callback: Callable[[], object] | None = None,
+    process_group: Any = None,
+    timeout_seconds: float = DEADLINE_SECONDS,
+    durable: bool = True,
+    on_pending: OnPending = "wait",
+    adapter: Adapter | None = None,
+) -> AsyncSaveResponse:
+    """Save a state in the background: returns once it is in host memory, and may be changed again.
+
+    All ranks agree, each copies what it will write into memory that it keeps for this, and a separate process of each
+    rank writes and commits. A script that ends waits for its checkpoint.
+
+    Args:
+        state_dict: Nested mappings, lists and tuples of tensors, plain values, and Stateful objects.
+        checkpoint_id: The directory, as a path or `file://` URL.
+        storage_writer: Where to write instead; with both, the writer is pointed at `checkpoint_id`. One that gives no
+            `rebuild_arguments` is used by a thread of this process.
+        planner: How to plan; a `StandardSavePlanner` by default.
+        no_dist: This process alone, under its rank in the job; as `use_collectives=False`.
+        use_collectives: False: every rank saves alone, into `{rank}.metadata`.
+        use_gloo: How the background processes agree: False: through files in the checkpoint's directory. True: through
+            a channel of the framework, which they load for that; needs `MASTER_ADDR` and `MASTER_PORT`.
+        callback: Called without an argument, once in this process, when the checkpoint is committed, before
+            `persist_completion` resolves; not if the save fails. What it raises goes to `persist_completion`.
+        process_group: The ranks that call; the job's by default.
+        timeout_seconds: How long to wait for the slowest rank, in each exchange.
+        durable: Whether data reaches the disk before the save is complete.
+        on_pending: What to do while an earlier save is in flight on any rank: "wait" for it, or "raise".
+        adapter: Which framework's process group to use; plain numpy, a group of one, by default.
+
+    Returns:
+        The save that goes on.
+
+    Raises:
+        DcpError: The same on every rank: nothing was begun; or an earlier asynchronous save had failed, and nobody had
+            awaited it. What goes wrong later reaches `persist_completion`.
+    """
+    with stage("async_save"):
+        order = _SaveOrder.checked(
+            adapter, process_group, checkpoint_id, storage_writer, planner, no_dist, use_collectives,
+            timeout_seconds, durable,
+        )  # fmt: skip
+        failed, how = order.failed, AsyncOptions()
+        try:
+            _check_async(use_gloo, callback, on_pending)
+            how = AsyncOptions(bool(use_gloo) and order.job.use_collectives, callback, on_pending)
+            if how.use_gloo:
+                rendezvous_address()
+        except ArgumentError as error:
+            failed = failed or error
+        mode = {"call": "async_save", "use_gloo": bool(how.use_gloo), "on_pending": how.on_pending}
+        recipe = AsyncSaveRecipe(order.job, order.writer, order.planner, replace(order.options, mode=mode), how)
+        return recipe.run(state_dict, failed=failed)
 
 
 @paused_collection()
@@ -190,47 +254,43 @@ def clear_plan_cache() -> None:
     PLAN_CACHE.clear()
 
 
-class _Committed:
-    """The metadata of a committed save, opened when somebody asks."""
+@dataclass(frozen=True, slots=True)
+class _SaveOrder:
+    """The arguments of a save, checked; stand-ins for bad ones, of which the other ranks are told."""
 
-    def __init__(self, writer: StorageWriter, save_id: str) -> None:
-        self._writer = writer
-        self._save_id = save_id
+    job: Job
+    writer: StorageWriter
+    planner: SavePlanner
+    options: SaveOptions
+    failed: BaseException | None
 
-    @cached_property
-    def _source(self) -> MetadataSource:
-        return self._writer.committed_metadata(self._save_id).source
-
-    @property
-    def writer(self) -> WriterRecord:
-        return self._source.writer
-
-    @property
-    def save(self) -> SaveRecord:
-        return self._source.save
-
-    @property
-    def files(self) -> FileColumns:
-        return self._source.files
-
-    @property
-    def nesting(self) -> Nesting:
-        return self._source.nesting
-
-    def names(self) -> Sequence[str]:
-        return self._source.names()
-
-    def tensors(self, name: str) -> Sequence[StoredTensor]:
-        return self._source.tensors(name)
-
-    def objects(self, name: str) -> Sequence[StoredObject]:
-        return self._source.objects(name)
-
-    def find_tensors(self, names: Sequence[str]) -> tuple[Sequence[FoundTensors], Sequence[int]]:
-        return self._source.find_tensors(names)
-
-    def find_objects(self, names: Sequence[str]) -> tuple[Sequence[FoundObjects], Sequence[int]]:
-        return self._source.find_objects(names)
+    @classmethod
+    def checked(
+        cls,
+        adapter: Adapter | None,
+        process_group: Any,
+        checkpoint_id: CheckpointId | None,
+        storage_writer: Any,
+        planner: Any,
+        no_dist: bool,
+        use_collectives: bool,
+        timeout_seconds: float,
+        durable: bool,
+    ) -> _SaveOrder:
+        """Check what both kinds of save take."""
+        job, failed = _job(adapter, process_group, no_dist, use_collectives)
+        try:
+            writer = _checked(storage_writer, StorageWriter, "storage_writer") or FileSystemWriter()
+            chosen = _checked(planner, SavePlanner, "planner") or StandardSavePlanner()
+            _check_place(checkpoint_id, storage_writer)
+            _check_common(timeout_seconds)
+            _check_flags(no_dist=no_dist, use_collectives=use_collectives, durable=durable)
+        except ArgumentError as error:
+            failed = failed or error
+            writer, chosen, timeout_seconds = FileSystemWriter(), StandardSavePlanner(), _usable(timeout_seconds)
+            durable = True
+        options = SaveOptions(checkpoint_id, float(timeout_seconds), bool(durable), f"hyper-dcp {__version__}")
+        return cls(job, writer, chosen, options, failed)
 
 
 def _job(adapter: Adapter | None, group: Any, no_dist: bool, use_collectives: bool) -> tuple[Job, BaseException | None]:
@@ -297,6 +357,14 @@ def _check_flags(**flags: object) -> None:
     for name, value in flags.items():
         if not isinstance(value, (bool, np.bool_)):
             raise ArgumentError(f"{name} must be True or False, found {value!r}")
+
+
+def _check_async(use_gloo: object, callback: object, on_pending: object) -> None:
+    _check_flags(use_gloo=use_gloo)
+    if callback is not None and not callable(callback):
+        raise ArgumentError(f"callback must be a function without arguments, found {callback!r}")
+    if not isinstance(on_pending, str) or on_pending not in ("wait", "raise"):
+        raise ArgumentError(f'on_pending must be "wait" or "raise", found {on_pending!r}')
 
 
 def _check_broadcast(broadcast: object, groups: object, batch_bytes: object) -> None:

@@ -23,6 +23,7 @@ Every error that DCP raises is a `DcpError`, picklable, and the same on every ra
     │   ├── CoordinationTimeoutError (TimeoutError)
     │   ├── RankFailedError                 code that is not ours raised on a rank
     │   ├── ArgumentsDifferError (ValueError)
+    │   ├── SaveCancelledError              somebody cancelled an asynchronous save
     │   └── InDoubtError                    may be committed: the coordinator died after the commit began
     └── AdapterError (RuntimeError)         a plugin is missing, broken, or contradicts another
 
@@ -154,6 +155,10 @@ class RankFailedError(CoordinationError):
 
 class ArgumentsDifferError(CoordinationError, ValueError):
     """Ranks passed different arguments."""
+
+
+class SaveCancelledError(CoordinationError):
+    """An asynchronous save was cancelled; nothing of it was committed."""
 
 
 class InDoubtError(CoordinationError):

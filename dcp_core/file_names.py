@@ -11,6 +11,8 @@ import re
 METADATA_NAME = ".metadata"
 INTENT_PREFIX = ".intent-"
 MAILBOX_PREFIX = ".mailbox-"
+JOIN_NAME = "join"
+"""After `MAILBOX_PREFIX` in the place of a save's id: where ranks meet that have no id yet."""
 
 TENSOR_FILE = 0
 OBJECT_FILE = 1

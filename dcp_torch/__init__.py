@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from dcp_core import __version__
 
 if TYPE_CHECKING:
-    from dcp_core.api import allow_pickled, clear_plan_cache, read
+    from dcp_core.api import AsyncSaveResponse, DataCopier, allow_pickled, clear_plan_cache, read, wait_all
     from dcp_core.box import Box
     from dcp_core.errors import (
         AdapterError,
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         OverlapError,
         PlanningError,
         RankFailedError,
+        SaveCancelledError,
         ShapeMismatchError,
         StorageError,
         UnsupportedValueError,
@@ -57,12 +58,13 @@ if TYPE_CHECKING:
     from dcp_core.planning.standard_save import StandardSavePlanner
     from dcp_core.state_path import PerRank
     from dcp_torch.annotate import ChunkInfo, annotate_shard
-    from dcp_torch.api import load, save
+    from dcp_torch.api import async_save, load, save
 
 __all__ = [
     "AdapterError",
     "ArgumentError",
     "ArgumentsDifferError",
+    "AsyncSaveResponse",
     "Box",
     "BytesStorageMetadata",
     "ChunkInfo",
@@ -72,6 +74,7 @@ __all__ = [
     "CorruptError",
     "CoverageError",
     "DTypeMismatchError",
+    "DataCopier",
     "DcpError",
     "FileSystemReader",
     "FileSystemWriter",
@@ -91,6 +94,7 @@ __all__ = [
     "PlanningError",
     "RankFailedError",
     "ReadItem",
+    "SaveCancelledError",
     "SavePlan",
     "SavePlanner",
     "ShapeMismatchError",
@@ -106,17 +110,22 @@ __all__ = [
     "__version__",
     "allow_pickled",
     "annotate_shard",
+    "async_save",
     "clear_plan_cache",
     "load",
     "read",
     "save",
+    "wait_all",
 ]
 
 _HOMES = {
     "dcp_core.api": (
+        "AsyncSaveResponse",
+        "DataCopier",
         "allow_pickled",
         "clear_plan_cache",
         "read",
+        "wait_all",
     ),
     "dcp_core.box": ("Box",),
     "dcp_core.errors": (
@@ -139,6 +148,7 @@ _HOMES = {
         "OverlapError",
         "PlanningError",
         "RankFailedError",
+        "SaveCancelledError",
         "ShapeMismatchError",
         "StorageError",
         "UnsupportedValueError",
@@ -177,6 +187,7 @@ _HOMES = {
         "annotate_shard",
     ),
     "dcp_torch.api": (
+        "async_save",
         "load",
         "save",
     ),

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from dcp_core import api
+from dcp_core.background.response import AsyncSaveResponse
+from dcp_core.background.service import OnPending
 from dcp_core.execution.interfaces import CheckpointId, StorageReader, StorageWriter, Verify
 from dcp_core.metadata import Metadata
 from dcp_core.planning.planners import LoadPlanner, SavePlanner
@@ -49,6 +51,58 @@ def save(
         state_dict, checkpoint_id=checkpoint_id, storage_writer=storage_writer, planner=planner, no_dist=no_dist,
         use_collectives=use_collectives, process_group=process_group, timeout_seconds=timeout_seconds,
         durable=durable, adapter=adapter_named("torch"),
+    )  # fmt: skip
+
+
+def async_save(
+    state_dict: Mapping[Any, Any],
+    *,
+    checkpoint_id: CheckpointId | None = None,
+    storage_writer: StorageWriter | None = None,
+    planner: SavePlanner | None = None,
+    no_dist: bool = False,
+    use_collectives: bool = True,
+    use_gloo: bool = False,
+    callback: Callable[[], object] | None = None,
+    process_group: Any = None,
+    timeout_seconds: float = api.DEADLINE_SECONDS,
+    durable: bool = True,
+    on_pending: OnPending = "wait",
+) -> AsyncSaveResponse:
+    """Save a state in the background: returns once it is in host memory, and may be changed again.
+
+    All ranks agree, each copies what it will write into memory that it keeps for this, and a separate process of each
+    rank writes and commits. A script that ends waits for its checkpoint.
+
+    Args:
+        state_dict: Nested mappings, lists and tuples of torch tensors (plain, DTensor, ShardedTensor, annotated),
+            numpy arrays, plain values, modules, optimizers and other Stateful objects.
+        checkpoint_id: The directory, as a path or `file://` URL.
+        storage_writer: Where to write instead; with both, the writer is pointed at `checkpoint_id`. One that gives no
+            `rebuild_arguments` is used by a thread of this process.
+        planner: How to plan; a `StandardSavePlanner` by default.
+        no_dist: This process alone, under its rank in the job; as `use_collectives=False`.
+        use_collectives: False: every rank saves alone, into `{rank}.metadata`.
+        use_gloo: How the background processes agree: False: through files in the checkpoint's directory. True: through
+            the job's store, for which they load torch; needs `MASTER_ADDR` and `MASTER_PORT`.
+        callback: Called without an argument, once in this process, when the checkpoint is committed, before
+            `persist_completion` resolves; not if the save fails. What it raises goes to `persist_completion`.
+        process_group: The torch process group (or 1-d DeviceMesh) whose ranks call; the default group by default.
+        timeout_seconds: How long to wait for the slowest rank, in each exchange.
+        durable: Whether data reaches the disk before the save is complete.
+        on_pending: What to do while an earlier save is in flight on any rank: "wait" for it, or "raise".
+
+    Returns:
+        The save that goes on.
+
+    Raises:
+        DcpError: The same on every rank: nothing was begun; or an earlier asynchronous save had failed, and nobody had
+            awaited it. What goes wrong later reaches `persist_completion`.
+    """
+    return api.async_save(
+        state_dict, checkpoint_id=checkpoint_id, storage_writer=storage_writer, planner=planner, no_dist=no_dist,
+        use_collectives=use_collectives, use_gloo=use_gloo, callback=callback, process_group=process_group,
+        timeout_seconds=timeout_seconds, durable=durable, on_pending=on_pending, adapter=adapter_named("torch"),
     )  # fmt: skip
 
 

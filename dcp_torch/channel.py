@@ -29,6 +29,7 @@ from torch.distributed import (  # type: ignore[attr-defined]  # torch lists no 
 
 from dcp_core.adapter import ProcessGroup
 from dcp_core.errors import ArgumentError, CoordinationError
+from dcp_torch.remote_channel import innermost, leave_word
 from dcp_torch.store_channel import StoreChannel
 
 _PREFIX = "dcp"
@@ -139,12 +140,13 @@ def _join(ranks: tuple[int, ...], global_rank: int) -> ProcessGroup:
         if store is None:
             store = _own_store(ranks, rank)
         key = _agree_on_name(PrefixStore(prefix, store), rank)
+        remote = leave_word(store, f"{prefix}/{key}/background", rank, world_size)
     except RuntimeError as error:
         raise CoordinationError(
             f"rank {global_rank} cannot use the store of the job to talk to ranks {_shown(ranks)}: {error}"
         ) from error
     channel = StoreChannel(store, f"{prefix}/{key}", rank=rank, world_size=world_size)
-    return ProcessGroup(rank, world_size, global_rank, channel, key)
+    return ProcessGroup(rank, world_size, global_rank, channel, key, remote)
 
 
 def _agree_on_name(store: Any, rank: int) -> str:
@@ -164,9 +166,7 @@ def _job_store() -> Any:
         store = distributed_c10d._get_default_store()
     except (AttributeError, KeyError, ValueError):
         return None
-    inner = store
-    while isinstance(inner, PrefixStore):
-        inner = inner.underlying_store
+    inner = innermost(store)
     usable = type(inner) is not Store and all(_implements(inner, method) for method in _NEEDED)
     return store if usable else None
 

@@ -106,13 +106,15 @@ class StoreChannel:
         """On the first rank, wait until the others have read what it posted, or the time is up."""
         if self.rank:
             return
-        store = self._store()
         deadline = time.monotonic() + timeout_seconds
         with self._lock:
-            posted = sorted(self._posted)
-        for name in posted:
-            while not self._is_read(store, name) and time.monotonic() < deadline:
-                time.sleep(_DRAIN_PAUSE_SECONDS)
+            newest_first = list(reversed(self._posted))
+        for name in newest_first:
+            self._await_readers(self._store(), name, deadline, _DRAIN_PAUSE_SECONDS)
+
+    def _await_readers(self, store: Any, name: str, deadline: float, pause: float) -> None:
+        while time.monotonic() < deadline and not self._is_read(store, name):
+            time.sleep(pause)
 
     def _is_read(self, store: Any, name: str) -> bool:
         return not store.check([name]) or store.add(_readers(name), 0) >= self.world_size - 1
@@ -121,10 +123,13 @@ class StoreChannel:
         """The connection of this thread."""
         found = getattr(self._local, "store", None)
         if found is None:
-            clone = getattr(self._origin, "clone", None)
-            found = PrefixStore(self.prefix, self._origin if clone is None else clone())
-            self._local.store = found
+            found = self._local.store = self._connect()
         return found
+
+    def _connect(self) -> Any:
+        """A new connection, all of whose names get the prefix."""
+        clone = getattr(self._origin, "clone", None)
+        return PrefixStore(self.prefix, self._origin if clone is None else clone())
 
     def _count_parts(self, store: Any, name: str) -> int:
         """How many parts a message has that this process did not post: mostly, the one that it has just read."""
@@ -136,10 +141,15 @@ class StoreChannel:
         head: bytes = store.get(name)
         return int(_PARTS.unpack(head[1:])[0]) if head[:1] == _IN_PARTS else 0
 
+    @property
+    def _fair_pause(self) -> float:
+        """Seconds between two looks where every rank looks, so that the store keeps up."""
+        return self.world_size / _CHECKS_A_SECOND
+
     def _await(self, store: Any, name: str, timeout_seconds: float) -> bool:
         started = time.monotonic()
         deadline = started + timeout_seconds
-        shortest = max(_FIRST_PAUSE_SECONDS, self.world_size / _CHECKS_A_SECOND) if self.rank else _FIRST_PAUSE_SECONDS
+        shortest = max(_FIRST_PAUSE_SECONDS, self._fair_pause) if self.rank else _FIRST_PAUSE_SECONDS
         longest = max(_LONGEST_PAUSE_SECONDS, shortest)
         blocking = _FIRST_BLOCKING_SECONDS
         while not store.check([name]):

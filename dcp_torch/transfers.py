@@ -20,8 +20,10 @@ import torch
 
 from dcp_core.dtype import DType
 from dcp_torch.elements import tensor_of_bits, torch_dtype_of
+from dcp_torch.page_locking import page_lock
 
 _LOG = logging.getLogger("dcp.torch")
+Register = Callable[[npt.NDArray[np.uint8]], Callable[[], None] | None]
 _PLAIN_BYTES = frozenset({torch.bool, torch.uint8, torch.int8})
 
 
@@ -85,8 +87,15 @@ def _synchronize(event: Any, work: Callable[[], None]) -> None:
 class TorchTransfers:
     """Copies between one device and the host (`dcp_core.planning.leaves.DeviceTransfers`)."""
 
-    def __init__(self, stream: CopyStream) -> None:
+    def __init__(self, stream: CopyStream, register: Register = lambda memory: None) -> None:
+        """Make transfers.
+
+        Args:
+            stream: Where copies run.
+            register: What `register_memory` does.
+        """
         self._stream = stream
+        self._register = register
 
     def follow(self) -> None:
         """Let later copies see what the calling thread has queued on the device so far."""
@@ -102,6 +111,10 @@ class TorchTransfers:
                 memory = torch.empty(nbytes, dtype=torch.uint8)
             array: npt.NDArray[np.uint8] = memory.numpy()
         return array
+
+    def register_memory(self, memory: npt.NDArray[np.uint8]) -> Callable[[], None] | None:
+        """Page-lock memory that others made; returns what undoes it, None where that cannot be had."""
+        return self._register(memory)
 
     def start_copy_out(self, view: torch.Tensor, target: npt.NDArray[np.uint8]) -> Callable[[], None]:
         """Start copying a view's raw bits, in row-major order, to host memory.
@@ -184,7 +197,7 @@ def _transfers_on(device: torch.device) -> TorchTransfers | None:
         return None
     if not all(hasattr(module, name) for name in ("Stream", "current_stream", "stream")):
         return None
-    return TorchTransfers(DeviceStream(module, device))
+    return TorchTransfers(DeviceStream(module, device), functools.partial(page_lock, module, device))
 
 
 def _mode_of(tensor: torch.Tensor) -> AbstractContextManager[Any]:

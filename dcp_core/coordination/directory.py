@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
 import re
 import secrets
@@ -12,10 +13,17 @@ import time
 from dcp_core.errors import CoordinationError
 
 _NAME = re.compile(r"[A-Za-z0-9-][A-Za-z0-9.-]{0,199}")
+_TEMPORARY = re.compile(r"\.[0-9a-f]{16}\.tmp")
 _FIRST_PAUSE_SECONDS = 0.001
 _LONGEST_PAUSE_SECONDS = 0.05
 _PAUSES_PER_LISTING = 10
 _ABSENT = (errno.ENOENT, errno.ESTALE)
+_STALE_TRIES = 6
+_STALE_PAUSE_SECONDS = 0.01
+_REMOVE_TRIES = 5
+_TOUCH_SECONDS = 15.0
+
+_log = logging.getLogger("dcp.coordination")
 
 
 class DirectoryChannel:
@@ -23,32 +31,49 @@ class DirectoryChannel:
 
     A message is written under a temporary name and renamed, never fsynced: it need not outlive the job. Waiting polls
     the name, in growing pauses of 1 to 50 ms. Network file systems remember for up to a minute that a name is absent;
-    listing the directory now and then makes them look again.
+    listing the directory now and then makes them look again. So does touching it, now and then in a long wait, which
+    also shows whoever cleans up that somebody still waits here.
 
     Args:
-        path: The directory, made if it is absent.
+        path: The directory.
+        make: Whether to make it, and those above it, now. `prepare` makes it later.
 
     Raises:
         OSError: The directory cannot be made; also from `put` and `wait` whatever but "there is no such file".
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, make: bool = True) -> None:
         self.path = os.fspath(path)
-        os.makedirs(self.path, exist_ok=True)
+        self._listed: frozenset[str] | None = None
+        self._listed_at = float("-inf")
+        self._touched_at = time.monotonic()
+        if make:
+            os.makedirs(self.path, exist_ok=True)
+
+    def prepare(self) -> None:
+        """Make the directory; it may exist.
+
+        Raises:
+            OSError: The one above it is missing, or the name belongs to something else, a link included.
+        """
+        try:
+            os.mkdir(self.path)
+        except FileExistsError:
+            if os.path.islink(self.path) or not os.path.isdir(self.path):
+                raise
 
     def put(self, name: str, payload: bytes) -> None:
         """Post a message."""
         target = self._file(name)
-        temporary = os.path.join(self.path, f".{secrets.token_hex(8)}.tmp")
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        try:
-            with open(descriptor, "wb", buffering=0) as file:
-                _write_all(file.fileno(), payload)
-            os.replace(temporary, target)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)
-            raise
+        for attempt in range(_STALE_TRIES):
+            try:
+                self._write(target, payload)
+                return
+            except OSError as error:
+                if error.errno != errno.ESTALE or attempt == _STALE_TRIES - 1:
+                    raise
+            time.sleep(_STALE_PAUSE_SECONDS * 2**attempt)
+            self._look_again()
 
     def wait(self, name: str, timeout_seconds: float) -> bytes | None:
         """Wait for a message and return it; None when it did not come in time.
@@ -80,15 +105,77 @@ class DirectoryChannel:
             if error.errno not in _ABSENT:
                 raise
 
+    def names(self, max_age_seconds: float = 0.0) -> frozenset[str] | None:
+        """List the messages; None when the directory is not there.
+
+        Args:
+            max_age_seconds: How old a listing may be that is given again.
+        """
+        if time.monotonic() - self._listed_at >= max_age_seconds:
+            self._look_again()
+        return self._listed
+
+    def remove(self, *, only_if_empty: bool = False) -> None:
+        """Remove the directory and the messages in it. What is no message stays, and so does the directory then.
+
+        Somebody may post one at the same moment, so this is tried a few times.
+
+        Args:
+            only_if_empty: Leave messages, and the directory that holds them, alone.
+
+        Raises:
+            OSError: It could not be removed.
+        """
+        for attempt in range(_REMOVE_TRIES):
+            try:
+                if os.path.islink(self.path):
+                    raise OSError(errno.ENOTDIR, "a link is in the place of the directory", self.path)
+                if not only_if_empty:
+                    self._remove_messages()
+                os.rmdir(self.path)
+                return
+            except OSError as error:
+                if error.errno in _ABSENT or (only_if_empty and error.errno == errno.ENOTEMPTY):
+                    return
+                if error.errno != errno.ENOTEMPTY or attempt == _REMOVE_TRIES - 1:
+                    raise
+            time.sleep(_STALE_PAUSE_SECONDS)
+
+    def _remove_messages(self) -> None:
+        for name in os.listdir(self.path):
+            if _NAME.fullmatch(name) or _TEMPORARY.fullmatch(name):
+                with contextlib.suppress(OSError):
+                    os.unlink(os.path.join(self.path, name))
+
     def _file(self, name: str) -> str:
         if _NAME.fullmatch(name) is None:
             raise CoordinationError(f"{name!r} is no name for a message: use letters, digits, '.' and '-'")
         return os.path.join(self.path, name)
 
+    def _write(self, target: str, payload: bytes) -> None:
+        temporary = os.path.join(self.path, f".{secrets.token_hex(8)}.tmp")
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            with open(descriptor, "wb", buffering=0) as file:
+                _write_all(file.fileno(), payload)
+            os.replace(temporary, target)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+            raise
+
     def _look_again(self) -> None:
         """Make the file system revalidate what it remembers of the directory."""
-        with contextlib.suppress(OSError):
-            os.listdir(self.path)
+        now = time.monotonic()
+        try:
+            if now - self._touched_at > _TOUCH_SECONDS:
+                self._touched_at = now
+                os.utime(self.path)
+            self._listed = frozenset(name for name in os.listdir(self.path) if not name.startswith("."))
+        except OSError as error:
+            self._listed = None if error.errno in _ABSENT else frozenset()
+            _log.debug("%s could not be listed: %s", self.path, error)
+        self._listed_at = now
 
 
 def _write_all(descriptor: int, payload: bytes) -> None:

@@ -30,7 +30,7 @@ from dcp_core.coordination.star import (
 from dcp_core.coordination.verdict import error_frame
 from dcp_core.errors import ArgumentError
 
-__all__ = ["COORDINATOR", "Answers", "Board", "Exchange", "ExchangeRecord"]
+__all__ = ["COORDINATOR", "Answers", "Board", "Exchange", "ExchangeRecord", "forget"]
 
 _SAFE_KEY = re.compile(r"[A-Za-z0-9-]{1,100}")
 _DOUBT = "the coordinator may have committed; nobody here can say"
@@ -57,6 +57,22 @@ class ExchangeRecord:
 
 _ledgers: dict[tuple[str, int], Ledger] = {}
 _ledgers_lock = threading.Lock()
+
+
+def forget(key: str, rank: int) -> None:
+    """Forget a group that makes no exchange any more, such as the one of a single save.
+
+    Args:
+        key: The key that its exchanges were made with.
+        rank: The rank that they ran on.
+    """
+    with _ledgers_lock:
+        _ledgers.pop((_safe(key), rank), None)
+
+
+def _safe(key: str) -> str:
+    """A key as it stands in names of messages."""
+    return key if _SAFE_KEY.fullmatch(key) else xxhash.xxh3_128_hexdigest(key.encode("utf-8", "replace"))
 
 
 class Exchange:
@@ -93,7 +109,7 @@ class Exchange:
         self.world_size = world_size
         self.timeout_seconds = timeout_seconds
         self.log: list[ExchangeRecord] = []
-        self._key = key if _SAFE_KEY.fullmatch(key) else xxhash.xxh3_128_hexdigest(key.encode("utf-8", "replace"))
+        self._key = _safe(key)
         with _ledgers_lock:
             self._ledger = _ledgers.setdefault((self._key, rank), Ledger())
         side = CoordinatorSide if rank == COORDINATOR else ParticipantSide

@@ -35,6 +35,7 @@ from dcp_core.errors import (
     DcpError,
     InDoubtError,
     RankCause,
+    SaveCancelledError,
     encode_error,
     merge_errors,
 )
@@ -151,7 +152,7 @@ class Side(ABC):
         cause = safe_cause(error, self.rank)
         if in_doubt:
             return InDoubtError(f"{call.in_doubt}: rank {self.rank}: {cause.kind}: {cause.message}", [cause])
-        if not isinstance(error, Exception):
+        if not isinstance(error, Exception) or isinstance(error, SaveCancelledError):
             return merge_errors([cause])
         return CoordinationError(
             f"rank {self.rank} lost the channel to the other ranks in exchange {call.stage}: "

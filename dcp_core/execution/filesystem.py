@@ -17,10 +17,12 @@ from urllib.parse import unquote
 
 import numpy as np
 
+from dcp_core.coordination.directory import DirectoryChannel
 from dcp_core.errors import ArgumentError, DcpError, NotFoundError, StorageError
 from dcp_core.execution.data_files import TensorFiles
 from dcp_core.execution.interfaces import (
     CheckpointId,
+    MailboxFolder,
     MetadataDraft,
     PlannedRead,
     PlannedWrite,
@@ -36,13 +38,14 @@ from dcp_core.execution.object_files import ObjectFiles
 from dcp_core.execution.present_metadata import metadata_name, open_present, refuse_unknown, replacement_explained
 from dcp_core.execution.read_engine import read_tensors
 from dcp_core.execution.write_engine import write_files
-from dcp_core.file_names import data_file_name
+from dcp_core.file_names import MAILBOX_PREFIX, data_file_name
 from dcp_core.formats.metadata_file import assemble, file_names, open_bytes
 from dcp_core.metadata import FileColumns, Metadata, MetadataSource, StoredObject
 from dcp_core.planning.span_columns import columns_of
-from dcp_core.storage.base import Storage
+from dcp_core.storage.base import Storage, check_name
 from dcp_core.storage.commit import Opening, abort, begin, commit, heartbeat
 from dcp_core.storage.local import LocalStorage
+from dcp_core.storage.operations import FileOperations
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://")
 _WORD = (1 << 64) - 1
@@ -121,10 +124,29 @@ class _Directory:
             raise ArgumentError(_NOWHERE)
 
     @property
+    def path(self) -> str | None:
+        """Where it is; None for a storage that was given, or that does its operations in a way of its own."""
+        is_plain = isinstance(self._storage, LocalStorage) and type(self._storage.operations) is FileOperations
+        return self._path if is_plain else None
+
+    @property
     def storage(self) -> Storage:
         if self._storage is None:
             raise ArgumentError(_NOWHERE)
         return self._storage
+
+
+class _MailboxDirectory(DirectoryChannel):
+    """A mailbox in the checkpoint's directory, which it makes if need be."""
+
+    def __init__(self, storage: LocalStorage, name: str) -> None:
+        super().__init__(os.path.join(storage.path, name), make=False)
+        self._storage = storage
+
+    def prepare(self) -> None:
+        """Make the checkpoint's directory, as a save makes it, and the mailbox in it."""
+        self._storage.prepare()
+        super().prepare()
 
 
 class FileSystemWriter(StorageWriter):
@@ -207,15 +229,31 @@ class FileSystemWriter(StorageWriter):
         self._opening, self._written = None, []
         return Metadata(open_bytes(blob, file_name=name))
 
-    def committed_metadata(self, save_id: str) -> Metadata:
+    def committed_metadata(self, save_id: str, rank: int | None = None) -> Metadata:
         """Open the `.metadata` that the coordinator has just put there."""
         reader = FileSystemReader(storage=self._directory.storage)
-        metadata = reader.load_metadata()
+        metadata = reader.load_metadata(rank)
         if metadata.save_id != save_id:
             raise StorageError(
                 f"another save, {metadata.save_id}, has replaced save {save_id} in {self._directory.storage.describe()}"
             )
         return metadata
+
+    def open_mailbox(self, save_id: str) -> MailboxFolder | None:
+        """The directory `.mailbox-<save_id>` of the checkpoint; None where a storage was given that has no files."""
+        storage = self._directory.storage
+        if not isinstance(storage, LocalStorage):
+            return None
+        return _MailboxDirectory(storage, check_name(f"{MAILBOX_PREFIX}{save_id}"))
+
+    def rebuild_arguments(self) -> Mapping[str, Any] | None:
+        """The path and the options; a subclass that needs no more, or gives its own, overrides this."""
+        return self.path_arguments() if type(self) is FileSystemWriter else None
+
+    def path_arguments(self) -> dict[str, Any] | None:
+        """The arguments of this class that point another writer at the same directory; None where it has no path."""
+        path = self._directory.path
+        return None if path is None else {"path": path, "durable": self.durable}
 
     def abort_checkpoint(self) -> None:
         """Remove what this rank wrote, and the save's intent record where this rank made it."""

@@ -11,10 +11,11 @@ import struct
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, runtime_checkable
 
 import numpy.typing as npt
 
+from dcp_core.adapter import KeyValueChannel
 from dcp_core.errors import CoordinationError, StorageError
 from dcp_core.metadata import Metadata, SaveRecord, StoredObject, WriterRecord
 from dcp_core.planning.items import ReadItem, WriteItem
@@ -206,6 +207,27 @@ class ReadTarget(Protocol):
         ...
 
 
+@runtime_checkable
+class MailboxFolder(KeyValueChannel, Protocol):
+    """Where the processes of a job leave messages for each other while they save, next to the checkpoint's files.
+
+    A message is named by letters, digits, "." and "-", and is seen whole or not at all; it may be seen late.
+    `put` raises FileNotFoundError where the folder is not there.
+    """
+
+    def prepare(self) -> None:
+        """Make the folder; it may exist."""
+        ...
+
+    def names(self, max_age_seconds: float = 0.0) -> frozenset[str] | None:
+        """List the messages, from a listing that is not older than this; None when the folder is not there."""
+        ...
+
+    def remove(self, *, only_if_empty: bool = False) -> None:
+        """Remove the folder with its messages, or only if there are none; a missing one is fine."""
+        ...
+
+
 class StorageWriter(ABC):
     """Puts a checkpoint into storage. One instance serves many saves, one at a time.
 
@@ -262,13 +284,41 @@ class StorageWriter(ABC):
             IncompleteError: A file is missing or short.
         """
 
-    def committed_metadata(self, save_id: str) -> Metadata:
+    def committed_metadata(self, save_id: str, rank: int | None = None) -> Metadata:
         """The description of the save that was just committed, on a rank that did not commit it.
+
+        Args:
+            save_id: Which save it was.
+            rank: Of a rank that saved alone, its number.
 
         Raises:
             StorageError: This storage cannot be read from here, or another save has replaced that one.
         """
         raise StorageError(f"{type(self).__name__} cannot read back the metadata of save {save_id}")
+
+    def rebuild_arguments(self) -> Mapping[str, Any] | None:
+        """What makes an equal writer in another process, which `async_save` writes from.
+
+        A class that gives some is imported there by its name, and called with them. Its module must import no
+        framework. Where there are none, an asynchronous save is written by a thread of the process that called.
+
+        Returns:
+            Keyword arguments for the class, plain values, so that the new writer points at the same checkpoint; None
+            for a writer that exists in its own process only.
+        """
+        return None
+
+    def open_mailbox(self, save_id: str) -> MailboxFolder | None:
+        """Where the background processes of `async_save` meet to agree on a save; makes nothing yet.
+
+        Args:
+            save_id: 32 hex digits, or "join" for the folder where ranks that share nothing else find each other.
+
+        Returns:
+            The folder: of the checkpoint that the writer points at, and of this name, the same on all ranks. None for
+            a storage that has none; its ranks need another way to talk.
+        """
+        return None
 
     def abort_checkpoint(self) -> None:
         """Remove what this rank wrote, as far as that is possible. Never raises."""

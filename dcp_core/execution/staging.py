@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from dcp_core.box import Box, flat_range_to_boxes, slices
 from dcp_core.execution.buffer_ring import BufferRing
-from dcp_core.execution.write_runs import Bits
+from dcp_core.execution.planner_answers import Bits
 from dcp_core.formats.checksums import BLOCK_BYTES
 from dcp_core.planning.leaves import DeviceBits, DeviceTransfers
 

@@ -11,8 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 
-from dcp_core.errors import DcpError, PlanningError, UnsupportedValueError
+from dcp_core.errors import DcpError, PlanningError
 from dcp_core.execution.interfaces import FileRecord, WriteContext, WriteSource
+from dcp_core.execution.planner_answers import object_bytes
 from dcp_core.execution.write_runs import Run, RunSource
 from dcp_core.execution.write_stream import FileStream
 from dcp_core.execution.write_threads import FirstFailure, write_all
@@ -56,7 +57,7 @@ def write_files(
         _lay_out(context, number, spans[start:stop], columns.some(start, stop))
         for number, start, stop in columns.part_bounds()
     ]
-    values = [_bytes_of(source, item, context.rank) for item in objects]
+    values = [object_bytes(source, item, context.rank) for item in objects]
     bytes_file = build_bytes_file(values)
     sizes = {plan.name: plan.layout.nbytes for plan in plans}
     if len(sizes) < len(plans):
@@ -172,12 +173,3 @@ def _write_objects(handle: WriteHandle, layout: BytesFile, values: Sequence[byte
 def _object_record(rank: int, layout: BytesFile) -> FileRecord:
     fields = (layout.nbytes, layout.data_start, layout.field_start, layout.field_nbytes, layout.digest)
     return FileRecord(rank, 0, OBJECT_FILE, *fields)
-
-
-def _bytes_of(source: WriteSource, item: WriteItem, rank: int) -> bytes:
-    value = source.get_data(item)
-    if not isinstance(value, bytes):
-        raise UnsupportedValueError(
-            f"{item.index.fqn} on rank {rank}: the planner's get_data gives {type(value).__name__}, expected bytes"
-        )
-    return value

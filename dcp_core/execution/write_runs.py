@@ -6,18 +6,14 @@ file; checked against the plan, none of their memory touched.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
-from dcp_core.dtype import BY_CODE
-from dcp_core.errors import DTypeMismatchError, PlanningError, ShapeMismatchError, UnsupportedValueError
 from dcp_core.execution.interfaces import WriteSource
+from dcp_core.execution.planner_answers import Bits, RegionBits
 from dcp_core.formats.checksums import BLOCK_BYTES
-from dcp_core.planning.bulk import tuples_of
 from dcp_core.planning.leaves import DeviceBits, DeviceTransfers
 from dcp_core.planning.write_columns import PlannedChunk, WriteColumns
 
@@ -26,8 +22,6 @@ RUN_BYTES = 4 << 20
 
 RUN_CHUNKS = 512
 """No run has more chunks."""
-
-Bits: TypeAlias = npt.NDArray[Any] | DeviceBits
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,14 +52,10 @@ class RunSource:
     """
 
     def __init__(self, spans: Sequence[PlannedChunk], columns: WriteColumns, source: WriteSource, rank: int) -> None:
-        self._spans = spans
-        self._source = source
-        self._rank = rank
+        self._bits = RegionBits(spans, columns.dtype, columns.ndim, columns.sizes, source, rank)
         self._next = 0
         self._nbytes = columns.nbytes
         self._ends = np.cumsum(columns.nbytes, dtype=np.int64)
-        self._dtypes = [BY_CODE[code].bits for code in columns.dtype.tolist()]
-        self._shapes = tuples_of(columns.sizes, columns.ndim)
 
     @property
     def next_nbytes(self) -> int:
@@ -82,10 +72,7 @@ class RunSource:
         if first == stop:
             return None
         self._next = stop
-        get_batch: Callable[..., Sequence[Bits]] | None = getattr(self._source, "get_batch", None)
-        spans = self._spans[first:stop]
-        chunks: Any = get_batch(spans) if get_batch else [self._source.get_data(span.item) for span in spans]
-        only_arrays = self._checked(chunks, spans, first)
+        chunks, only_arrays = self._bits.ask(first, stop)
         nbytes = self._nbytes[first:stop]
         is_plain = (
             only_arrays
@@ -101,37 +88,6 @@ class RunSource:
         limit = (int(self._ends[first - 1]) if first else 0) + RUN_BYTES
         fitting = int(np.searchsorted(self._ends, limit, side="right"))
         return min(max(fitting, first + 1), first + RUN_CHUNKS, len(self._nbytes))
-
-    def _checked(self, chunks: Sequence[Any], spans: Sequence[PlannedChunk], first: int) -> bool:
-        """Whether all chunks are arrays; refuses what is not the region that was planned."""
-        stop = first + len(spans)
-        if len(chunks) != len(spans):
-            raise PlanningError(
-                f"the planner's get_batch on rank {self._rank} gives {len(chunks)} arrays for {len(spans)} regions; "
-                "give one for each, in order"
-            )
-        kinds = {type(chunk) for chunk in chunks}
-        is_known = kinds == {np.ndarray} or all(isinstance(chunk, (np.ndarray, DeviceBits)) for chunk in chunks)
-        if (
-            not is_known
-            or [chunk.dtype for chunk in chunks] != self._dtypes[first:stop]
-            or [chunk.shape for chunk in chunks] != self._shapes[first:stop]
-        ):
-            self._refuse(chunks, spans)
-        return DeviceBits not in kinds
-
-    def _refuse(self, chunks: Sequence[Any], spans: Sequence[PlannedChunk]) -> NoReturn:
-        """Say which chunk is not as it was planned."""
-        for bits, span in zip(chunks, spans, strict=True):
-            gives = f"{span.item.index.fqn} on rank {self._rank}: the planner's get_data gives"
-            if not isinstance(bits, (np.ndarray, DeviceBits)):
-                raise UnsupportedValueError(f"{gives} {type(bits).__name__}, expected a numpy array")
-            name, expected = span.dtype.name, span.dtype.bits
-            if bits.dtype != expected:
-                raise DTypeMismatchError(f"{gives} {bits.dtype}, expected the bits of {name} as {expected}")
-            if bits.shape != span.item.sizes:
-                raise ShapeMismatchError(f"{gives} the shape {bits.shape}, expected {span.item.sizes}")
-        raise AssertionError("every chunk is as it was planned")
 
 
 def _transfers_of(bits: Bits) -> DeviceTransfers | None:

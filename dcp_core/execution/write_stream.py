@@ -13,8 +13,9 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
+from dcp_core.execution.planner_answers import Bits
 from dcp_core.execution.staging import Staging
-from dcp_core.execution.write_runs import Bits, Run
+from dcp_core.execution.write_runs import Run
 from dcp_core.formats.checksums import BLOCK_BYTES, block_checksum
 from dcp_core.planning.leaves import DeviceBits, DeviceTransfers
 from dcp_core.storage.base import WriteHandle

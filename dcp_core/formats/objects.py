@@ -23,8 +23,9 @@ P      anything else: size, pickle
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import NoReturn
 
 import xxhash
@@ -49,17 +50,18 @@ __all__ = [
 ]
 
 
-def encode_value(value: object, *, path: str = "") -> bytes:
+def encode_value(value: object, *, path: str = "", replace: Callable[[object], object] | None = None) -> bytes:
     """Encode a value.
 
     Args:
         value: Any value that is no tensor leaf. Objects that lie in it several times are stored several times.
         path: Its name, for errors.
+        replace: Given what would be pickled, gives what to encode in its place; the same object to go on.
 
     Raises:
         UnsupportedValueError: It can be neither encoded nor pickled, holds itself, or is nested too deep.
     """
-    return _encode(value, _name_of(path), 0)
+    return Encoder(_name_of(path), partial(_pickled, replace=replace)).encoded(value, 0)
 
 
 def decode_value(blob: bytes, *, allow: Iterable[type] = (), name: str = "") -> object:
@@ -139,11 +141,14 @@ def _refuse_pickle(encoder: Encoder, value: object, depth: int) -> NoReturn:
     raise _PickleNeededError
 
 
-def _encode(value: object, where: str, depth: int) -> bytes:
-    return Encoder(where, _pickled).encoded(value, depth)
+def _pickled(
+    encoder: Encoder, value: object, depth: int, *, replace: Callable[[object], object] | None = None
+) -> bytes:
+    if replace is not None:
+        replacement = replace(value)
+        if replacement is not value:
+            return encoder.encoded(replacement, depth + 1)
 
-
-def _pickled(encoder: Encoder, value: object, depth: int) -> bytes:
     def encode_safe(inner: object) -> bytes | None:
         if type(inner) not in (complex, OrderedDict) and codec_for(type(inner)) is None:
             return None

@@ -23,12 +23,26 @@ class DeviceTransfers(Protocol):
         """Memory that the device copies to and from at full speed, page-locked where there is such a thing."""
         ...
 
+    def register_memory(self, memory: npt.NDArray[np.uint8]) -> Callable[[], None] | None:
+        """Let the device copy to memory that others made as it does to `host_memory`.
+
+        Whoever calls it must go without: an adapter may lack the method.
+
+        Args:
+            memory: Contiguous; stays where it is until that is undone.
+
+        Returns:
+            What undoes it, to be called before the memory is unmapped; None where there is no such thing, and then
+            nothing has changed.
+        """
+        ...
+
     def start_copy_out(self, view: Any, target: npt.NDArray[np.uint8]) -> Callable[[], None]:
         """Start copying a view's raw bits, in row-major order, to host memory.
 
         Args:
             view: A part of a tensor on the device.
-            target: As many bytes of `host_memory`; in use until the copy is awaited.
+            target: As many bytes of `host_memory`, or of registered memory; in use until the copy is awaited.
 
         Returns:
             Waits until the bits are there; raises what went wrong.

@@ -175,15 +175,19 @@ class SavePlan:
 
     @cached_property
     def _spans(self) -> WriteSpans:
+        laid_out = self.laid_out()
+        return WriteSpans(AllSpans(laid_out._regions, laid_out.writes.part_rows))
+
+    def laid_out(self) -> SavePlan:
+        """This plan with its regions in the order of their files' bytes."""
         writes = self.writes
         if len(writes.part_rows):
-            return WriteSpans(AllSpans(self._regions, writes.part_rows))
+            return self
         rows, part_rows = self._regions.order_of_bytes()
-        placed = replace(
+        return self.with_writes(replace(
             writes, leaf=writes.leaf[rows], ordinal=writes.ordinal[rows], start=writes.start[rows],
             sizes=writes.sizes[rows], part_rows=part_rows,
-        )  # fmt: skip
-        return WriteSpans(AllSpans(WrittenRegions(self.table, placed, self.names), part_rows))
+        ))  # fmt: skip
 
     def objects(self) -> list[WriteItem]:
         """The objects in the order of the `.bytes` file."""

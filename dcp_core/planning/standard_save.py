@@ -134,6 +134,11 @@ class StandardSavePlanner(PlannerState, SavePlanner):
         """Whether a plan may be reused for the next state of the same structure."""
         return self._caching
 
+    @property
+    def rules(self) -> tuple[bool, bool]:
+        """`remove_redundancy` and `save_to_minimum_rank`: all that `build_global_plan` depends on."""
+        return self._remove_redundancy, self._to_minimum_rank
+
     def options(self) -> str:
         """What must agree between ranks, and what a cached plan depends on."""
         return f"caching={self._caching} dedup={self._remove_redundancy} minimum_rank={self._to_minimum_rank}"

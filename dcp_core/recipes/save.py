@@ -60,7 +60,7 @@ class SaveRecipe:
         """
         front = self._front
         try:
-            front.agree(self.exchange, state, failed)
+            front.agree(self.exchange, lambda: front.prepare(state), failed)
         except BaseException:
             abort_quietly(self.writer)
             raise

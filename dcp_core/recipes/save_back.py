@@ -101,7 +101,11 @@ class SaveBack:
         return current if self._global is None else _with_body(current, *self._global)
 
     def write_and_commit(
-        self, current: Callable[[], CachedPlan[EncodedBody]], final_plan: FinalPlan, source: WriteSource
+        self,
+        current: Callable[[], CachedPlan[EncodedBody]],
+        final_plan: FinalPlan,
+        source: WriteSource,
+        before_commit: Callable[[], None] = lambda: None,
     ) -> CachedPlan[EncodedBody]:
         """Write this rank's files; exchange 3: results in, commit.
 
@@ -109,6 +113,8 @@ class SaveBack:
             current: Gives this rank's part of the global plan.
             final_plan: Makes the plan to write of it.
             source: Gives the bytes.
+            before_commit: Called when this rank has written and the save may be committed from then on: on the
+                coordinator once all have written. What it raises fails the save on all ranks.
 
         Returns:
             What `current` gave.
@@ -117,14 +123,21 @@ class SaveBack:
 
         def write() -> bytes:
             plans.append(current())
-            return self._write(lambda: final_plan(plans[0]), source).to_bytes()
+            result = self._write(lambda: final_plan(plans[0]), source).to_bytes()
+            if not self._job.is_coordinator:
+                before_commit()
+            return result
+
+        def commit(payloads: Sequence[bytes]) -> bytes:
+            before_commit()
+            return self._commit(plans[0], payloads)
 
         payload, error = attempt(write)
         self.in_doubt = error is None  # from here on the coordinator may commit, whatever happens to this rank
         with stage("finalize_checkpoint"), self._settling():
             self._exchange.run(
                 "save/commit", payload or b"", error=error,
-                compute=lambda payloads: self._commit(plans[0], payloads), commit=True,
+                compute=commit, commit=True,
                 in_doubt=f"the checkpoint may be committed, id {self._ticket.save_id}",
             )  # fmt: skip
         return plans[0]

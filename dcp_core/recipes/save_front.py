@@ -126,10 +126,12 @@ class SaveFront:
         options: The rest.
         begin: Announces the save; the writer's own way by default.
         codec: What planners are given to encode objects with.
+        offers_plans: Whether known plans may serve.
 
     Attributes:
         plan: This rank's local plan, in the planner's terms.
         table: What of it travels to the coordinator.
+        narrowing: How that table maps to the plan's own; None where it is the same.
         encoded: That table as bytes.
         nesting: The state's containers as bytes.
         ticket: What was decided.
@@ -150,6 +152,7 @@ class SaveFront:
         *,
         begin: Begin | None = None,
         codec: ValueCodec | None = None,
+        offers_plans: bool = True,
     ) -> None:
         self.job = job
         self.planner = planner
@@ -157,22 +160,23 @@ class SaveFront:
         self._options = options
         self._begin = writer.begin_checkpoint if begin is None else begin
         self._codec = ObjectEncoding() if codec is None else codec
-        self._narrowing: Narrowing | None = None
+        self._offers_plans = offers_plans
+        self.narrowing: Narrowing | None = None
         self._structure = b""
         self._offered: tuple[CachedPlan[EncodedBody], ...] = ()
 
-    def agree(self, exchange: Exchange, state: Mapping[Any, Any], failed: BaseException | None = None) -> None:
+    def agree(self, exchange: Exchange, prepare: Callable[[], bytes], failed: BaseException | None = None) -> None:
         """Exchange 1: the arguments, the save's id, and whether a known plan serves.
 
         Args:
             exchange: Among the ranks that save.
-            state: The state to save.
+            prepare: Calls the method of that name, and what else may fail on one rank before anything is agreed.
             failed: What went wrong on this rank before; handed to the other ranks.
 
         Raises:
             DcpError: The same on all ranks.
         """
-        payload, error = (None, failed) if failed is not None else attempt(lambda: self.prepare(state))
+        payload, error = (None, failed) if failed is not None else attempt(prepare)
         with stage("all_gather_object"):
             answer = exchange.run("save/agree", payload or b"", error=error, compute=self._decide)
         self.ticket = Ticket.from_bytes(answer)
@@ -195,7 +199,7 @@ class SaveFront:
                 raise PlanningError(f"build_local_plan returned {type(plan).__name__}; return a SavePlan")
             plan = self._writer.optimize_local_plan(plan)
         self.plan = plan
-        self.table, self._narrowing = plan.held()
+        self.table, self.narrowing = plan.held()
         self.encoded = encode_table(self.table)
         self.nesting = encode_value(plan.containers)
         self._structure = self._structure_digest()
@@ -221,7 +225,7 @@ class SaveFront:
         return xxhash.xxh3_128_digest(self.encoded.structure + self.nesting + text.encode())
 
     @cached_property
-    def plans_alike(self) -> bool:
+    def plans_by_rule(self) -> bool:
         """Whether the global plan is made by the standard planner's rules, wherever it is made."""
         return type(self.planner).build_global_plan is StandardSavePlanner.build_global_plan
 
@@ -229,8 +233,9 @@ class SaveFront:
     def may_cache(self) -> bool:
         """Whether the plan may serve again."""
         return (
-            self.planner.enable_plan_caching
-            and self.plans_alike
+            self._offers_plans
+            and self.planner.enable_plan_caching
+            and self.plans_by_rule
             and self.job.use_collectives
             and type(self._writer).optimize_global_plan is StorageWriter.optimize_global_plan
             and not bool((self.table.flags & RAGGED).any())
@@ -260,11 +265,21 @@ class SaveFront:
         return next(cached for cached in self._offered if cached.plan_digest == digest) if digest else None
 
     def in_planner_terms(self, writes: WriteList) -> SavePlan:
-        """The plan of this rank that writes a list, which is in the terms of `table`."""
-        translated = self._narrowing.translate(writes) if self._narrowing is not None else writes
+        """The plan of this rank that writes a list; that is in the terms of `table`, the plan in the planner's own."""
+        translated = self.narrowing.translate(writes) if self.narrowing is not None else writes
         return self.plan.with_writes(translated)
 
     def keep(self, plan: CachedPlan[EncodedBody]) -> None:
         """Remember a plan whose checkpoint is committed, where that is allowed."""
         if self.may_cache:
             PLAN_CACHE.keep(self._structure, plan)
+
+    def keeper(self) -> Callable[[CachedPlan[EncodedBody]], None]:
+        """What `keep` does, without a reference to the state."""
+        structure = self._structure if self.may_cache else None
+
+        def keep(plan: CachedPlan[EncodedBody]) -> None:
+            if structure is not None:
+                PLAN_CACHE.keep(structure, plan)
+
+        return keep

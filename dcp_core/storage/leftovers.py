@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from dcp_core.errors import CorruptError, DcpError, NotFoundError
 from dcp_core.file_names import (
     INTENT_PREFIX,
+    JOIN_NAME,
     MAILBOX_PREFIX,
     METADATA_NAME,
     parse_data_file_name,
@@ -36,7 +37,7 @@ FilesOf = Callable[[bytes], Sequence[str]]
 _LOG = logging.getLogger("dcp.storage")
 _METADATA_LIMIT = 2**30
 _TEMPORARY = re.compile(rf"(?:(0|[1-9][0-9]{{0,9}}))?{re.escape(METADATA_NAME)}\.([0-9a-f]{{32}})\.tmp")
-_MAILBOX = re.compile(rf"{re.escape(MAILBOX_PREFIX)}([0-9a-f]{{32}})")
+_MAILBOX = re.compile(rf"{re.escape(MAILBOX_PREFIX)}([0-9a-f]{{32}}|{JOIN_NAME})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,12 +117,12 @@ def _sweep(storage: Storage, opening: Opening, files_of: FilesOf) -> None:
     found = [made for made in map(_parse, names) if made is not None and made.save_id != opening.save_id]
     found = [made for made in found if opening.rank is None or made.rank == opening.rank]
     now_seconds = _now(storage, opening)
-    _remove_dead_intents(storage, opening, names, now_seconds)
+    dead = _remove_dead_intents(storage, opening, names, now_seconds)
     removable = _without_owner(storage, opening, found)
     if removable:
         named = _all_named(storage, opening.rank, files_of)
         remove_quietly(storage, [name for name in removable if named is not None and name not in named])
-    _remove_mailboxes(storage, opening, names, now_seconds)
+    _remove_mailboxes(storage, opening, names, dead, now_seconds)
 
 
 def _now(storage: Storage, opening: Opening) -> float:
@@ -157,14 +158,22 @@ def _other_intents(opening: Opening, names: Iterable[str]) -> list[tuple[str, in
     return others
 
 
-def _remove_dead_intents(storage: Storage, opening: Opening, names: Iterable[str], now_seconds: float) -> None:
-    for name, _ in _other_intents(opening, names):
+def _remove_dead_intents(
+    storage: Storage, opening: Opening, names: Iterable[str], now_seconds: float
+) -> frozenset[str]:
+    """Remove the records of dead saves of all ranks or of ours; returns the ids of the former."""
+    dead = set()
+    for name, rank in _other_intents(opening, names):
         if is_dead(storage, name, now_seconds):
             _LOG.info("save %s: %s is of a dead save", opening.save_id, name)
             storage.remove(name)
+            parsed = parse_intent_name(name)
+            if parsed is not None and rank is None:
+                dead.add(parsed[0])
     for name in names:  # records that were never finished
         if name.startswith(INTENT_PREFIX) and name.endswith(".tmp") and _is_expired(storage, name, now_seconds):
             remove_quietly(storage, [name])
+    return frozenset(dead)
 
 
 def _without_owner(storage: Storage, opening: Opening, found: Sequence[_Found]) -> list[str]:
@@ -193,14 +202,27 @@ def _all_named(storage: Storage, rank: int | None, files_of: FilesOf) -> frozens
     return named
 
 
-def _remove_mailboxes(storage: Storage, opening: Opening, names: Iterable[str], now_seconds: float) -> None:
-    """Remove the mailboxes of saves that have ended; one may be older than its intent record, so by age."""
+def _remove_mailboxes(
+    storage: Storage, opening: Opening, names: Iterable[str], dead: frozenset[str], now_seconds: float
+) -> None:
+    """Remove the mailboxes of saves that have ended, and the place where ranks meet when nobody is there.
+
+    One without an intent record may be older than its record: ranks that must meet first make it before. Whoever
+    waits in it touches it now and then, so its age tells.
+    """
     for name in names:
         match = _MAILBOX.fullmatch(name)
-        if match is None or match[1] == opening.save_id or has_intent(storage, match[1], None):
+        if match is None or match[1] == opening.save_id:
             continue
-        if _is_expired(storage, name, now_seconds):
-            storage.remove_directory(name)
+        if match[1] in dead or (_is_expired(storage, name, now_seconds) and not _has_save(storage, match[1])):
+            try:
+                storage.remove_directory(name)
+            except DcpError as error:
+                _LOG.warning("%s", error)
+
+
+def _has_save(storage: Storage, mailbox: str) -> bool:
+    return mailbox != JOIN_NAME and has_intent(storage, mailbox, None)
 
 
 def _is_expired(storage: Storage, name: str, now_seconds: float) -> bool:

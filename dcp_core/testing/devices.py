@@ -104,6 +104,7 @@ class SimulatedDevice:
         blocking_nbytes: Bytes that went through `read_out` or `copy_into` instead.
         most_in_flight: The largest number of copies at a time that were started and not awaited.
         host_nbytes: Host memory that is in use.
+        registered_nbytes: Memory that others made and registered, right now.
         peak_host_nbytes: The most there ever was.
     """
 
@@ -116,6 +117,7 @@ class SimulatedDevice:
         host_limit_nbytes: int | None = None,
         faults: Mapping[int, Exception] | None = None,
         has_streams: bool = True,
+        can_register: bool = True,
     ) -> None:
         """Make a device.
 
@@ -126,15 +128,17 @@ class SimulatedDevice:
             host_limit_nbytes: More host memory than this at a time is a misuse.
             faults: What fails: numbers of copies from 0 in the order of their starts, and what awaiting them raises.
             has_streams: False for a device with blocking copies only: `transfers` gives None.
+            can_register: False for a device that cannot be told of memory that others made.
         """
         self.name = name
         self.stream = WorkStream(pace, delay_seconds)
         self.misuses: list[str] = []
         self.copies_out = self.copies_in = self.scattered_copies = self.blocking_nbytes = 0
-        self.most_in_flight = self.host_nbytes = self.peak_host_nbytes = 0
+        self.most_in_flight = self.host_nbytes = self.peak_host_nbytes = self.registered_nbytes = 0
         self._host_limit_nbytes = host_limit_nbytes
         self._faults = dict(faults or {})
         self._has_streams = has_streams
+        self._can_register = can_register
         self._blocks: set[_AddressRange] = set()
         self._in_flight: dict[int, _Copy] = {}
         self._lock = threading.RLock()  # a block of host memory may end in the middle of anything
@@ -202,6 +206,18 @@ class SimulatedDevice:
                 self._misused(f"{self.host_nbytes} bytes of host memory in use, at most {self._host_limit_nbytes} are")
         return block
 
+    def register_memory(self, memory: npt.NDArray[np.uint8]) -> Callable[[], None] | None:
+        """Let copies use memory that others made."""
+        if not self._can_register:
+            return None
+        addresses = _addresses(memory)
+        with self._lock:
+            if any(start < addresses[1] and addresses[0] < stop for start, stop in self._blocks):
+                self._misused(f"{memory.nbytes} bytes are registered that are known already")
+            self._blocks.add(addresses)
+            self.registered_nbytes += memory.nbytes
+        return partial(self._unregister, addresses)
+
     def start_copy_out(self, view: DeviceArray, target: npt.NDArray[np.uint8]) -> Callable[[], None]:
         """Start copying raw bits, in row-major order, to host memory."""
         if target.dtype != np.uint8 or target.shape != (self._own(view).nbytes,) or not target.flags.c_contiguous:
@@ -256,7 +272,9 @@ class SimulatedDevice:
         with self._lock:
             copy = _Copy(self.copies_out + self.copies_in, host, (start, stop))
             if not any(first <= start and stop <= last for first, last in self._blocks):
-                self._misused(f"copy {copy.number} uses {stop - start} bytes that are not from host_memory")
+                self._misused(
+                    f"copy {copy.number} uses {stop - start} bytes that are not from host_memory or registered"
+                )
             for other in self._in_flight.values():
                 if start < other.addresses[1] and other.addresses[0] < stop:
                     self._misused(f"copy {copy.number} uses host memory of copy {other.number}, which was not awaited")
@@ -302,6 +320,16 @@ class SimulatedDevice:
         with self._lock:
             self.misuses.append(text)
         raise DeviceMisuseError(f"{self.name}: {text}")
+
+    def _unregister(self, addresses: _AddressRange) -> None:
+        with self._lock:
+            if addresses not in self._blocks:
+                self._misused("memory is unregistered that is not registered")
+            for copy in self._in_flight.values():
+                if copy.addresses[0] < addresses[1] and addresses[0] < copy.addresses[1]:
+                    self._misused(f"memory is unregistered that copy {copy.number} uses")
+            self._blocks.discard(addresses)
+            self.registered_nbytes -= addresses[1] - addresses[0]
 
     def _forget(self, addresses: _AddressRange) -> None:
         with self._lock:

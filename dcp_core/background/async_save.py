@@ -1,0 +1,272 @@
+"""`async_save`, stage by stage: agree, stage, hand over, return.
+
+In: a state, on the thread that trains. Out: a save that is agreed among all ranks, staged, and in the hands of the
+background process; then, on a thread that waits for it, the outcome.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from dcp_core.adapter import ChannelSpec
+from dcp_core.background.carriers import Carrier, choose_carrier
+from dcp_core.background.data_copier import StagingEncoding
+from dcp_core.background.persist import mailbox_folder
+from dcp_core.background.response import AsyncSaveResponse, SaveFuture
+from dcp_core.background.service import BackgroundService, InFlight, OnPending, service
+from dcp_core.background.settle import outcome_after_death
+from dcp_core.background.staging import everything_held, stage
+from dcp_core.background.task import PersistResult, PersistTask, PlannedPart, Seat
+from dcp_core.background.writer_spec import WriterSpec
+from dcp_core.errors import ArgumentError, DcpError, RankFailedError, encode_error
+from dcp_core.execution.interfaces import StorageWriter
+from dcp_core.formats.metadata_file import EncodedBody
+from dcp_core.metadata import Metadata
+from dcp_core.planning.cache import CachedPlan
+from dcp_core.planning.local_table import LocalTable, encode_table
+from dcp_core.planning.planners import SavePlanner
+from dcp_core.planning.standard_save import StandardSavePlanner
+from dcp_core.planning.write_list import encode_write_list
+from dcp_core.recipes.committed import committed_metadata
+from dcp_core.recipes.job import Job, logger
+from dcp_core.recipes.save_back import SaveBack
+from dcp_core.recipes.save_front import SaveFront, SaveOptions, Ticket
+
+_log = logging.getLogger("dcp.background")
+
+
+@dataclass(frozen=True, slots=True)
+class AsyncOptions:
+    """What an asynchronous save has besides `SaveOptions`.
+
+    Attributes:
+        use_gloo: Whether the background processes talk through the adapter's channel.
+        callback: Called once in this process when the checkpoint is committed.
+        on_pending: What to do while another save is in flight.
+    """
+
+    use_gloo: bool = False
+    callback: Callable[[], object] | None = None
+    on_pending: OnPending = "wait"
+
+
+class AsyncSaveRecipe:
+    """One asynchronous save, on one rank.
+
+    Args:
+        job: Who saves.
+        writer: Where to.
+        planner: How.
+        options: The rest.
+        how: What is asynchronous about it.
+    """
+
+    def __init__(
+        self, job: Job, writer: StorageWriter, planner: SavePlanner, options: SaveOptions, how: AsyncOptions
+    ) -> None:
+        self.job = job
+        self.writer = writer
+        self.planner = planner
+        self.options = options
+        self.how = how
+        self.exchange = job.exchange(options.timeout_seconds)
+        self._seat = Seat.of(job, options)
+        self._front = SaveFront(job, writer, planner, options, begin=self._begin, codec=StagingEncoding())
+        self._service: BackgroundService
+        self._carrier: Carrier | None = None
+        self._begun = ""
+
+    def run(self, state: Mapping[Any, Any], *, failed: BaseException | None = None) -> AsyncSaveResponse:
+        """Agree, stage, hand over.
+
+        Args:
+            state: The state to save.
+            failed: What went wrong on this rank before; handed to the other ranks.
+
+        Returns:
+            The save that goes on.
+
+        Raises:
+            DcpError: The same on all ranks; nothing was begun.
+        """
+        self._service = service()
+        refused = self._service.take_turn(self.how.on_pending)
+        with self._service.lock:
+            refused = refused or self._service.take_turn(self.how.on_pending)
+            return self._start(state, failed or refused)
+
+    def _start(self, state: Mapping[Any, Any], failed: BaseException | None) -> AsyncSaveResponse:
+        front = self._front
+        try:
+            front.agree(self.exchange, lambda: self._prepare(state), failed)
+            known = self._plan_on_this_thread()
+        except BaseException:
+            if self._begun and self._carrier is not None:
+                self._carrier.abandon(self._begun)
+            raise
+        task, error = self._staged(known)
+        response = self._hand_over(task, known)
+        if error is not None and not isinstance(error, Exception):
+            raise error
+        return response
+
+    # -- before anything is agreed --------------------------------------------------------------------------------
+
+    def _prepare(self, state: Mapping[Any, Any]) -> bytes:
+        payload = self._front.prepare(state)
+        if self._needs_mailbox:
+            mailbox_folder(self.writer, "0" * 32)
+        self._carrier = choose_carrier(self._service, self.writer, self._channel())
+        return payload
+
+    @property
+    def _needs_mailbox(self) -> bool:
+        return self._seat.needs_channel and not self.how.use_gloo
+
+    def _channel(self) -> ChannelSpec | None:
+        if not self.how.use_gloo or not self._seat.needs_channel:
+            return None
+        remote = self.job.group.remote
+        if remote is None:
+            raise ArgumentError(
+                f"use_gloo=True: the adapter of {self.job.framework[0]} has no channel that a background process can "
+                "join; save with use_gloo=False, which talks through files in the checkpoint's directory"
+            )
+        return remote
+
+    def _begin(self, save_id: str, rank: int | None) -> str:
+        carrier = self._carrier
+        assert carrier is not None, "chosen before ranks agree"
+        self._begun = save_id
+        return carrier.begin(save_id, rank, with_mailbox=self._needs_mailbox)
+
+    # -- what will be written -------------------------------------------------------------------------------------
+
+    def _plan_on_this_thread(self) -> CachedPlan[EncodedBody] | None:
+        """The plan, where it is known, or where only the planner of this process can make it (exchange 2)."""
+        front = self._front
+        if front.known is not None:
+            logger.info("Hit final plan and metadata cache.")
+            return front.known
+        if front.plans_by_rule and self._finalizes_by_rule:
+            return None
+        ticket = Ticket(front.ticket.save_id, front.ticket.suffix)
+        back = SaveBack(
+            self.job, self.exchange, self.writer, self.options, ticket, self.planner.build_global_plan
+        )  # fmt: skip
+        return back.received(back.plan(front.encoded.payload, front.nesting), front.table)
+
+    @property
+    def _finalizes_by_rule(self) -> bool:
+        return type(self.planner).finalize_plan is StandardSavePlanner.finalize_plan
+
+    def _staged(self, known: CachedPlan[EncodedBody] | None) -> tuple[PersistTask, BaseException | None]:
+        """What to hand over; where staging fails, that, for the other ranks to hear."""
+        seat, front = self._seat, self._front
+        try:
+            return self._stage_all() if known is None else self._stage_own(known), None
+        except BaseException as error:
+            cause = error if isinstance(error, DcpError) else RankFailedError(f"{type(error).__name__}: {error}")
+            part = None if known is None else PlannedPart(known.plan_digest, b"", known.body, known.file_nbytes)
+            task = PersistTask(
+                seat, front.ticket, front.encoded.payload, front.nesting, planned=part, error=encode_error(cause)
+            )  # fmt: skip
+            return task, error
+
+    def _stage_all(self) -> PersistTask:
+        front, planner = self._front, self.planner
+        plan, writes = everything_held(front.plan, front.table, front.narrowing)
+        staged = stage(plan, writes, planner, self._service.arena, rank=self._seat.rank)
+        rules = planner.rules if isinstance(planner, StandardSavePlanner) else (True, False)
+        return PersistTask(
+            self._seat, front.ticket, front.encoded.payload, front.nesting, staged=staged, rules=rules
+        )  # fmt: skip
+
+    def _stage_own(self, known: CachedPlan[EncodedBody]) -> PersistTask:
+        front = self._front
+        final = self.planner.finalize_plan(front.in_planner_terms(known.writes)).laid_out()
+        staged = stage(final, final.writes, self.planner, self._service.arena, rank=self._seat.rank)
+        table = front.encoded if final.table is front.table else encode_table(final.table)
+        part = PlannedPart(known.plan_digest, encode_write_list(final.writes), known.body, known.file_nbytes)
+        return PersistTask(
+            self._seat, front.ticket, table.payload, front.nesting, staged=staged, planned=part
+        )  # fmt: skip
+
+    # -- from here on in the background ---------------------------------------------------------------------------
+
+    def _hand_over(self, task: PersistTask, known: CachedPlan[EncodedBody] | None) -> AsyncSaveResponse:
+        carrier = self._carrier
+        assert carrier is not None, "chosen before ranks agree"
+        save_id = task.ticket.save_id
+        flight = InFlight(SaveFuture(save_id))
+        waiting = _Completion(
+            flight, carrier, task.seat, WriterSpec.of(self.writer), self.writer, self.how.callback, known,
+            self._front.table, self._front.keeper(), self._channel(), carrier.hand_over(task),
+        )  # fmt: skip
+        self._service.latest = flight
+        flight.thread = threading.Thread(target=waiting.run, name=f"dcp-save-{save_id[:8]}")
+        flight.thread.start()
+        return AsyncSaveResponse(flight.future, lambda: carrier.cancel(save_id))
+
+
+@dataclass(slots=True)
+class _Completion:
+    """Waits for the outcome of a save, on a thread of its own: a script that ends waits for it.
+
+    Holds nothing of the state.
+    """
+
+    flight: InFlight
+    carrier: Carrier
+    seat: Seat
+    spec: WriterSpec | None
+    writer: StorageWriter
+    callback: Callable[[], object] | None
+    known: CachedPlan[EncodedBody] | None
+    table: LocalTable
+    keep: Callable[[CachedPlan[EncodedBody]], None]
+    channel: ChannelSpec | None
+    outcome: Callable[[], PersistResult]
+
+    def run(self) -> None:
+        """Wait, keep the plan, tell whoever waits."""
+        future = self.flight.future
+        try:
+            metadata = self._conclude()
+        except BaseException as error:
+            _log.error("save %s failed: %s", future.save_id, error)
+            future.set_exception(error)
+            return
+        try:
+            if self.callback is not None:
+                self.callback()
+        except BaseException as error:
+            _log.exception("the callback of save %s failed; its checkpoint is committed", future.save_id)
+            future.set_exception(error)
+        else:
+            future.set_result(metadata)
+
+    def _conclude(self) -> Metadata:
+        save_id = self.flight.future.save_id
+        writer = self.writer if self.spec is None else self.spec.make()
+        if self.spec is not None:
+            writer.initialize_writer(None)
+        plan = self.known
+        try:
+            result = self.outcome()
+        except DcpError as error:
+            if not self.carrier.has_died:
+                raise
+            outcome_after_death(
+                error, self.seat, save_id, writer, self.channel, may_be_committed=self.flight.may_be_committed
+            )  # fmt: skip
+        else:
+            if result.planned is not None:
+                plan = result.planned.against(self.table)
+        if plan is not None:
+            self.keep(plan)
+        return committed_metadata(writer, save_id, None if self.seat.use_collectives else self.seat.rank)

@@ -1,0 +1,191 @@
+"""Who carries out the second half of a save: the background process, or a thread of the trainer.
+
+In: a `PersistTask`. Out: a function that waits for its `PersistResult`. Both run the same `persist.persist`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Protocol
+
+from dcp_core.adapter import ChannelSpec
+from dcp_core.background.arena import Arena
+from dcp_core.background.persist import Cancellation, abandon, begin, channel_to_peers, persist
+from dcp_core.background.process import BackgroundProcess
+from dcp_core.background.service import BackgroundService
+from dcp_core.background.task import PersistResult, PersistTask
+from dcp_core.background.writer_spec import WriterSpec
+from dcp_core.errors import CoordinationError, RankFailedError
+from dcp_core.execution.interfaces import StorageWriter
+
+LIGHT = "light"
+"""The process that runs the core alone."""
+
+_OURS = "dcp_core."
+_logger = logging.getLogger("dcp.background")
+_warned_of: set[str] = set()
+
+
+class Carrier(Protocol):
+    """Carries out the second half of one save."""
+
+    def begin(self, save_id: str, rank: int | None, *, with_mailbox: bool) -> str:
+        """Announce the save, as `StorageWriter.begin_checkpoint` does, and make its mailbox."""
+        ...
+
+    def abandon(self, save_id: str) -> None:
+        """Take back what `begin` did, for a save that comes to nothing."""
+        ...
+
+    def hand_over(self, task: PersistTask) -> Callable[[], PersistResult]:
+        """Hand over; what is given waits for the outcome."""
+        ...
+
+    def cancel(self, save_id: str) -> bool:
+        """Cancel the save; whether it was in time."""
+        ...
+
+    @property
+    def has_died(self) -> bool:
+        """Whether nobody carries on."""
+        ...
+
+
+class ProcessCarrier:
+    """The background process.
+
+    Args:
+        process: It.
+        arena: Where the trainer stages.
+        spec: Makes the writer there.
+        channel: How it reaches its peers; None: by a mailbox, or not at all.
+    """
+
+    def __init__(self, process: BackgroundProcess, arena: Arena, spec: WriterSpec, channel: ChannelSpec | None) -> None:
+        self._process = process
+        self._arena = arena
+        self._spec = spec
+        self._channel = None if channel is None else channel.to_plain()
+
+    def begin(self, save_id: str, rank: int | None, *, with_mailbox: bool) -> str:
+        """Announce the save; its intent record belongs to the background process, which outlives the trainer."""
+        message = {
+            "do": "begin", "writer": self._spec.to_plain(), "save_id": save_id, "rank": rank,
+            "with_mailbox": with_mailbox,
+        }  # fmt: skip
+        suffix: str = self._process.request(message).result()["suffix"]
+        return suffix
+
+    def abandon(self, save_id: str) -> None:
+        """Take back what `begin` did."""
+        self._process.request({"do": "abandon", "save_id": save_id})
+
+    def hand_over(self, task: PersistTask) -> Callable[[], PersistResult]:
+        """Hand over."""
+        shared = self._process.share(self._arena)
+        message = {
+            "do": "persist", "task": task.to_plain(), "writer": self._spec.to_plain(), "channel": self._channel,
+        }  # fmt: skip
+        answer = self._process.request(message)
+
+        def outcome() -> PersistResult:
+            shared.result()
+            return PersistResult.from_plain(answer.result())
+
+        return outcome
+
+    def cancel(self, save_id: str) -> bool:
+        """Cancel the save."""
+        try:
+            return bool(self._process.request({"do": "cancel", "save_id": save_id}).result()["cancelled"])
+        except RankFailedError:  # it died: the outcome says so
+            return False
+
+    @property
+    def has_died(self) -> bool:
+        """Whether the process has ended."""
+        return not self._process.is_alive
+
+
+class ThreadCarrier:
+    """The thread of the trainer that waits for the outcome.
+
+    Args:
+        writer: Where to.
+        arena: Where the trainer stages.
+        channel: How it reaches its peers; None: by a mailbox, or not at all.
+    """
+
+    def __init__(self, writer: StorageWriter, arena: Arena, channel: ChannelSpec | None) -> None:
+        self._writer = writer
+        self._arena = arena
+        self._channel = None if channel is None else channel.open()
+        self._cancellation = Cancellation()
+
+    def begin(self, save_id: str, rank: int | None, *, with_mailbox: bool) -> str:
+        """Announce the save."""
+        return begin(self._writer, save_id, rank, with_mailbox=with_mailbox)
+
+    def abandon(self, save_id: str) -> None:
+        """Take back what `begin` did."""
+        abandon(self._writer, save_id)
+
+    def hand_over(self, task: PersistTask) -> Callable[[], PersistResult]:
+        """Hand over."""
+        return lambda: self._carry_out(task)
+
+    def _carry_out(self, task: PersistTask) -> PersistResult:
+        save_id, cancellation = task.ticket.save_id, self._cancellation
+        with channel_to_peers(self._channel, self._writer, task.seat, save_id, cancellation) as mailbox:
+            return persist(task, self._writer, self._arena, mailbox, cancellation)
+
+    def cancel(self, save_id: str) -> bool:
+        """Cancel the save."""
+        return self._cancellation.cancel()
+
+    @property
+    def has_died(self) -> bool:
+        """Whether the thread has ended: not while anybody asks."""
+        return False
+
+
+def choose_carrier(service: BackgroundService, writer: StorageWriter, channel: ChannelSpec | None) -> Carrier:
+    """Find who carries out a save.
+
+    Args:
+        service: What this process has.
+        writer: Where to; initialized.
+        channel: How peers reach each other where that is not a mailbox; opened before this returns.
+
+    Raises:
+        CoordinationError: The channel cannot be opened.
+    """
+    spec = WriterSpec.of(writer)
+    if spec is None:
+        return _on_a_thread(service, writer, channel, "it gives no rebuild_arguments()")
+    kind = LIGHT if channel is None else channel.module
+    try:
+        process = service.process(kind)
+        if not spec.module.startswith(_OURS):
+            process.request({"do": "writer", "writer": spec.to_plain()}).result()
+    except CoordinationError as error:
+        service.dismiss(kind)
+        return _on_a_thread(service, writer, channel, str(error))
+    if channel is not None:
+        process.request({"do": "join", "channel": channel.to_plain()}).result()
+    return ProcessCarrier(process, service.arena, spec, channel)
+
+
+def _on_a_thread(
+    service: BackgroundService, writer: StorageWriter, channel: ChannelSpec | None, reason: str
+) -> ThreadCarrier:
+    name = f"{type(writer).__module__}.{type(writer).__qualname__}"
+    if name not in _warned_of:
+        _warned_of.add(name)
+        _logger.warning(
+            "%s cannot be made in the background process (%s): asynchronous saves with it are written by a thread of "
+            "this process, which slows training down; see StorageWriter.rebuild_arguments",
+            name, reason,
+        )  # fmt: skip
+    return ThreadCarrier(writer, service.arena, channel)

@@ -1,0 +1,115 @@
+"""How values that have no exact encoding are copied to the host before an asynchronous save returns.
+
+In: what users and plugins registered for their types. Out: `StagingEncoding`, the codec that planners are given then.
+A value is encoded at once, so nothing of it is shared with the state afterwards; a copier says what to encode.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from dcp_core.errors import ArgumentError, DcpError, RankFailedError
+from dcp_core.formats.objects import encode_value
+from dcp_core.plugins import staging_copier
+from dcp_core.recipes.job import ObjectEncoding
+
+_LOGGER = logging.getLogger("dcp.background")
+
+_Copier = TypeVar("_Copier", bound=Callable[[Any], Any])
+
+_COPIERS: dict[type, Callable[[Any], Any]] = {}
+_named: set[type] = set()
+
+
+class DataCopier:
+    """Registers how values of a type are copied to the host for `async_save`."""
+
+    @staticmethod
+    def register(kind: type) -> Callable[[_Copier], _Copier]:
+        """Decorate the function that copies values of a type, and of its subclasses that have no function of their own.
+
+        The function gets a value and returns a copy that lives in host memory, of any type; it may hold tensors. A type
+        without one, and without a plugin's, is pickled as it is, which copies all of it, with one warning.
+
+        Args:
+            kind: The type. A function that was registered for it before is replaced.
+
+        Raises:
+            ArgumentError: It is no type.
+
+        Examples:
+            >>> class Sampler:
+            ...     def __init__(self, seen):
+            ...         self.seen = seen
+            >>> @DataCopier.register(Sampler)
+            ... def copy_sampler(sampler):
+            ...     return {"seen": list(sampler.seen)}
+        """
+        if not isinstance(kind, type):
+            raise ArgumentError(f"DataCopier.register takes a type, found {kind!r}; write @DataCopier.register(MyType)")
+
+        def add(copier: _Copier) -> _Copier:
+            _COPIERS[kind] = copier
+            return copier
+
+        return add
+
+
+class StagingEncoding(ObjectEncoding):
+    """The objects codec of asynchronous saves."""
+
+    def encode(self, value: Any, path: str) -> bytes:
+        """Encode a value exactly; what would be pickled is copied by its type's copier, where it has one."""
+        return encode_value(value, path=path, replace=_Copies(path).replace)
+
+
+class _Copies:
+    """The copies that were made while one value is encoded."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._made: dict[int, object] = {}  # alive, so that no other object has its id
+
+    def replace(self, value: object) -> object:
+        """The copy of a value; the value itself if it is such a copy, or if there is no copier."""
+        if id(value) in self._made:
+            return value
+        copier = _copier_of(type(value))
+        if copier is None:
+            _warn_once(type(value), self._path)
+            return value
+        try:
+            copied = copier(value)
+        except DcpError:
+            raise
+        except Exception as error:
+            raise RankFailedError(
+                f"the copier of {_name(type(value))} for {self._path!r} raised {type(error).__name__}: {error}"
+            ) from error
+        self._made[id(copied)] = copied
+        return copied
+
+
+def _copier_of(kind: type) -> Callable[[Any], Any] | None:
+    """What users registered for a type or its most derived base; else what plugins did."""
+    for base in kind.__mro__:
+        if base in _COPIERS:
+            return _COPIERS[base]
+    return staging_copier(kind)
+
+
+def _warn_once(kind: type, path: str) -> None:
+    if kind in _named:
+        return
+    _named.add(kind)
+    _LOGGER.warning(
+        "%r: no copier is registered for %s, so it is copied by pickling it while training waits; register one with "
+        "@DataCopier.register(%s), or store plain values",
+        path, _name(kind), kind.__qualname__,
+    )  # fmt: skip
+
+
+def _name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"

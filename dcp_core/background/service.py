@@ -1,0 +1,138 @@
+"""What a trainer keeps between its asynchronous saves: the arena, the background processes, the save in flight."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import os
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from dcp_core.background.arena import Arena
+from dcp_core.background.process import BackgroundProcess
+from dcp_core.background.response import SaveFuture
+from dcp_core.errors import CoordinationError, DcpError
+
+OnPending = Literal["wait", "raise"]
+
+
+@dataclass(slots=True)
+class InFlight:
+    """A save that was handed over.
+
+    Attributes:
+        future: Its outcome.
+        thread: Waits for it, and runs the callback.
+        may_be_committed: Whether the background process has said that the save may be committed from now on.
+    """
+
+    future: SaveFuture
+    thread: threading.Thread | None = None
+    may_be_committed: bool = False
+
+
+class BackgroundService:
+    """One for a process.
+
+    Attributes:
+        lock: Held by a call from its start to its return.
+        arena: Where saves are staged.
+        latest: The save that was handed over last.
+    """
+
+    def __init__(self) -> None:
+        self.pid = os.getpid()
+        self.lock = threading.RLock()
+        self.arena = Arena()
+        self.latest: InFlight | None = None
+        self._processes: dict[str, BackgroundProcess] = {}
+
+    def take_turn(self, on_pending: OnPending) -> DcpError | None:
+        """Wait until no save is in flight.
+
+        Args:
+            on_pending: "raise": don't wait.
+
+        Returns:
+            Why the next save must not begin: one is in flight, or the one before failed and nobody has seen it.
+        """
+        latest = self.latest
+        if latest is None:
+            return None
+        if not latest.future.done():
+            if threading.current_thread() is latest.thread:
+                return CoordinationError(
+                    "a callback runs while its save is in flight still, so it cannot begin another; let it tell the "
+                    "thread that trains"
+                )
+            if on_pending == "raise":
+                return CoordinationError(
+                    f"save {latest.future.save_id} is in flight still, and on_pending is 'raise'; save less often, or "
+                    "pass on_pending='wait'"
+                )
+            concurrent.futures.wait([latest.future])
+        return latest.future.unseen_failure()
+
+    def process(self, kind: str) -> BackgroundProcess:
+        """The background process of a kind, started when there is none that lives.
+
+        Args:
+            kind: "light", or the name of what it has loaded.
+
+        Raises:
+            CoordinationError: It cannot be started.
+        """
+        found = self._processes.get(kind)
+        if found is None or not found.is_alive:
+            found = self._processes[kind] = BackgroundProcess(notify=self._hear)
+        return found
+
+    def dismiss(self, kind: str) -> None:
+        """End a process; the next save that wants one gets another."""
+        found = self._processes.pop(kind, None)
+        if found is not None:
+            found.close(0.0)
+
+    def _hear(self, message: Mapping[str, Any]) -> None:
+        latest = self.latest
+        if latest is not None and message.get("handed_in") == latest.future.save_id:
+            latest.may_be_committed = True
+
+
+_current: list[BackgroundService] = []
+
+
+def service() -> BackgroundService:
+    """That of this process; a forked one starts with nothing."""
+    if not _current or _current[0].pid != os.getpid():
+        _current[:] = [BackgroundService()]
+    return _current[0]
+
+
+def take_turn() -> DcpError | None:
+    """Wait, for a synchronous save, until no asynchronous one is in flight; gives the failure that nobody has seen."""
+    if not _current or _current[0].pid != os.getpid():
+        return None
+    return _current[0].take_turn("wait")
+
+
+def wait_all(timeout: float | None = None) -> None:
+    """Wait until no asynchronous save of this process is in flight.
+
+    Args:
+        timeout: Seconds to wait at most; None: as long as it takes.
+
+    Raises:
+        TimeoutError: One takes longer; it goes on.
+        DcpError: The last one failed, and nobody has seen it yet.
+    """
+    latest = service().latest
+    if latest is None:
+        return
+    done, _ = concurrent.futures.wait([latest.future], timeout)
+    if not done:
+        raise TimeoutError(f"save {latest.future.save_id} still goes on after {timeout} s")
+    failure = latest.future.unseen_failure()
+    if failure is not None:
+        raise failure

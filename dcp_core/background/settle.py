@@ -1,0 +1,83 @@
+"""What becomes of a save whose background process has died on this rank: told to the other ranks, and found out.
+
+In: the death. Out: nothing where the save is committed after all, else the error.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+
+from dcp_core.adapter import ChannelSpec
+from dcp_core.background.mailbox import Mailbox
+from dcp_core.background.persist import is_committed, mailbox_folder
+from dcp_core.background.task import Seat
+from dcp_core.errors import DcpError, InDoubtError
+from dcp_core.execution.interfaces import StorageWriter
+
+_PAUSE_SECONDS = 0.5
+
+
+def outcome_after_death(
+    death: DcpError,
+    seat: Seat,
+    save_id: str,
+    writer: StorageWriter,
+    channel: ChannelSpec | None,
+    *,
+    may_be_committed: bool,
+) -> None:
+    """Tell the other ranks in the place of the dead process, and find out whether the save is committed.
+
+    Args:
+        death: How it ended.
+        seat: Which rank this is.
+        save_id: The save.
+        writer: Where the checkpoint is.
+        channel: How the background processes talk where that is not a mailbox.
+        may_be_committed: Whether this rank's result had been handed in before.
+
+    Raises:
+        DcpError: `death`, where nothing is or will be committed.
+        InDoubtError: Nobody can say.
+    """
+    rank = None if seat.use_collectives else seat.rank
+    if seat.is_coordinator:
+        if is_committed(writer, save_id, rank):
+            return
+        _post(death, seat, save_id, writer, channel)
+        raise death
+    if not may_be_committed:
+        _post(death, seat, save_id, writer, channel)
+        raise death
+    deadline = time.monotonic() + seat.timeout_seconds
+    while time.monotonic() < deadline:
+        if is_committed(writer, save_id):
+            return
+        if _has_ended(writer, save_id):
+            break
+        time.sleep(_PAUSE_SECONDS)
+    if is_committed(writer, save_id):
+        return
+    raise InDoubtError(f"the checkpoint may be committed, id {save_id}: {death.message}", death.causes) from death
+
+
+def _post(death: DcpError, seat: Seat, save_id: str, writer: StorageWriter, channel: ChannelSpec | None) -> None:
+    """Post the abort; the others wait for their deadlines where that fails."""
+    if not seat.needs_channel:
+        return
+    with suppress(Exception):
+        board = mailbox_folder(writer, save_id) if channel is None else channel.open()
+        mailbox = Mailbox(
+            board, seat.rank, seat.world_size, key=save_id, is_committed=lambda: is_committed(writer, save_id)
+        )  # fmt: skip
+        mailbox.post_abort(seat.rank, death)
+
+
+def _has_ended(writer: StorageWriter, save_id: str) -> bool:
+    """Whether the coordinator has removed the mailbox: it is done, one way or the other."""
+    try:
+        folder = writer.open_mailbox(save_id)
+        return folder is not None and folder.names() is None
+    except Exception:
+        return False
