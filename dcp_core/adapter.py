@@ -8,6 +8,7 @@ of `dcp_core.hookspecs`.
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +18,8 @@ from dcp_core.errors import ArgumentError, CoordinationError, MissingRendezvousE
 from dcp_core.planning.leaves import LocalTensor, TensorAccess
 
 PlainArgument: TypeAlias = bool | int | float | str | bytes | None
+
+_log = logging.getLogger("dcp.coordination")
 
 _RENDEZVOUS = ("MASTER_ADDR", "MASTER_PORT")
 _WITHOUT_GLOO = "save with use_gloo=False, which talks through files in the checkpoint's directory"
@@ -158,12 +161,16 @@ def rendezvous_address(environment: Mapping[str, str] | None = None) -> tuple[st
 def drain(channel: KeyValueChannel | None, timeout_seconds: float) -> None:
     """Wait until every rank has read the last answer, where the channel can tell, or the time is up.
 
-    For the end of a job, when the process that carries the channel may end right after. A channel that cannot tell has
-    no `drain` method, and is not waited for.
+    For the end of a save, when the process that carries the channel may end right after. Never fails: the save has its
+    outcome by then. A channel that cannot tell has no `drain` method, and is not waited for.
     """
     wait = getattr(channel, "drain", None)
-    if wait is not None:
+    if wait is None:
+        return
+    try:
         wait(timeout_seconds)
+    except Exception as error:
+        _log.debug("whether all ranks have read the last answer cannot be seen: %s", error)
 
 
 class Adapter(TensorAccess, Protocol):

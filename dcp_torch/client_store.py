@@ -32,7 +32,7 @@ _REMEDY = (
 class ClientStore:
     """One connection to a TCPStore; the calls have the names that they have there.
 
-    A connection that is lost stays lost: a store that comes back is another one.
+    A connection that is lost stays lost.
 
     Args:
         host: Where the store is.
@@ -53,6 +53,11 @@ class ClientStore:
         threading.Thread(target=_make_calls, args=(self._calls,), name="dcp-store", daemon=True).start()
         weakref.finalize(self, self._calls.put, None)
         self._store = self._call(_connect, host, port, prefix, timeout_seconds)
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether a call got no answer, so that every later one fails at once."""
+        return bool(self._lost)
 
     def set(self, key: str, value: bytes) -> None:
         """Set a value."""
@@ -89,7 +94,7 @@ class ClientStore:
         outcome: Future[Any] = Future()
         self._calls.put((outcome, function, arguments))
         try:
-            return outcome.result()
+            return outcome.result(self._timeout_seconds + extra_seconds)
         except DistNetworkError as error:
             reason = " ".join(str(error).split())
             self._lost = (

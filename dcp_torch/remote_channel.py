@@ -38,8 +38,9 @@ class RemoteChannel(StoreChannel):
     """A `StoreChannel` over connections that this process makes as a client.
 
     Names begin with what they belong to (the save's id), up to a dot. What this rank posted for one save and nobody
-    has removed (the last answer; notes to ranks that never came) goes when it first posts for another: every rank has
-    ended the earlier save by then, since no save starts on any rank before.
+    has removed (notes to ranks that never came, say) goes when it first posts for another: every rank has ended the
+    earlier save by then, since no save starts on any rank before. A connection that was lost during one save fails
+    whatever is left of that at once, and is made anew for another.
 
     Args:
         host: Where the store is.
@@ -61,7 +62,7 @@ class RemoteChannel(StoreChannel):
 
     def put(self, name: str, payload: bytes) -> None:
         """Post a message; the first one of another save removes what this rank left of the one before."""
-        topic = name.partition(".")[0]
+        topic = self._enter(name)
         with self._lock:
             old = [] if topic == self._topic else list(self._left)
             self._topic = topic
@@ -69,6 +70,11 @@ class RemoteChannel(StoreChannel):
         for left in old:
             self.delete(left)
         super().put(name, payload)
+
+    def wait(self, name: str, timeout_seconds: float) -> bytes | None:
+        """Wait for a message and return it; None when it did not come in time. Looks once at least."""
+        self._enter(name)
+        return super().wait(name, timeout_seconds)
 
     def delete(self, name: str) -> None:
         """Remove a message; one that is not there is no error."""
@@ -80,14 +86,30 @@ class RemoteChannel(StoreChannel):
         """Wait until all ranks have read what the first one posted last, or the time is up.
 
         On every rank, for any of them may work for the trainer that hosts the store; in the thread that has read it.
+        The first rank sees who has read, and then removes its messages; the others see that.
         """
-        if self.rank == 0:
-            super().drain(timeout_seconds)
+        deadline = time.monotonic() + timeout_seconds
+        if self.rank:
+            name, _ = getattr(self._local, "last_read", ("", 0))
+            pause = max(_DRAIN_PAUSE_SECONDS, self._fair_pause)
+            while name and self._store().check([name]) and time.monotonic() < deadline:
+                time.sleep(pause)
             return
-        name, _ = getattr(self._local, "last_read", ("", 0))
-        pause = max(_DRAIN_PAUSE_SECONDS, self._fair_pause)
-        if name:
-            self._await_readers(self._store(), name, time.monotonic() + timeout_seconds, pause)
+        super().drain(timeout_seconds)
+        with self._lock:
+            posted = list(self._posted)
+        for name in posted:
+            if self._is_read(self._store(), name):
+                self.delete(name)
+
+    def _enter(self, name: str) -> str:
+        """What a message belongs to; where this thread's connection was lost over something else, it gets another."""
+        topic = name.partition(".")[0]
+        if topic != getattr(self._local, "topic", ""):
+            self._local.topic = topic
+            if self._store().is_lost:
+                del self._local.store
+        return topic
 
     def find_word(self, is_job_store: bool) -> None:
         """Make sure that all ranks are at this store: one of them has left word here.

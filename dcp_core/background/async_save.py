@@ -7,32 +7,31 @@ background process; then, on a thread that waits for it, the outcome.
 from __future__ import annotations
 
 import logging
+import secrets
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dcp_core.adapter import ChannelSpec
 from dcp_core.background.carriers import Carrier, choose_carrier
+from dcp_core.background.completion import Completion
 from dcp_core.background.data_copier import StagingEncoding
 from dcp_core.background.persist import mailbox_folder
 from dcp_core.background.response import AsyncSaveResponse, SaveFuture
 from dcp_core.background.service import BackgroundService, InFlight, OnPending, service
-from dcp_core.background.settle import outcome_after_death
 from dcp_core.background.staging import everything_held, stage
-from dcp_core.background.task import PersistResult, PersistTask, PlannedPart, Seat
+from dcp_core.background.task import PersistTask, PlannedPart, Seat
 from dcp_core.background.writer_spec import WriterSpec
 from dcp_core.errors import ArgumentError, DcpError, RankFailedError, encode_error
 from dcp_core.execution.interfaces import StorageWriter
 from dcp_core.formats.metadata_file import EncodedBody
-from dcp_core.metadata import Metadata
 from dcp_core.planning.cache import CachedPlan
-from dcp_core.planning.local_table import LocalTable, encode_table
+from dcp_core.planning.local_table import encode_table
 from dcp_core.planning.planners import SavePlanner
 from dcp_core.planning.standard_save import StandardSavePlanner
 from dcp_core.planning.write_list import encode_write_list
-from dcp_core.recipes.committed import committed_metadata
-from dcp_core.recipes.job import Job, logger
+from dcp_core.recipes.job import Job, attempt, logger
 from dcp_core.recipes.save_back import SaveBack
 from dcp_core.recipes.save_front import SaveFront, SaveOptions, Ticket
 
@@ -73,10 +72,17 @@ class AsyncSaveRecipe:
         self.planner = planner
         self.options = options
         self.how = how
-        self.exchange = job.exchange(options.timeout_seconds)
         self._seat = Seat.of(job, options)
-        self._front = SaveFront(job, writer, planner, options, begin=self._begin, codec=StagingEncoding())
-        self._service: BackgroundService
+        self._service: BackgroundService = service()
+        self._meeting: tuple[str, int] | None = None
+        if self._seat.needs_channel and job.group.channel is None:
+            self._meeting = job.group.key, self._service.count_call(job.group.key)
+        else:
+            self.exchange = job.exchange(options.timeout_seconds)
+        self._front = SaveFront(
+            job, writer, planner, options, begin=self._begin, codec=StagingEncoding(),
+            offers_plans=self._meeting is None,
+        )  # fmt: skip
         self._carrier: Carrier | None = None
         self._begun = ""
 
@@ -93,7 +99,6 @@ class AsyncSaveRecipe:
         Raises:
             DcpError: The same on all ranks; nothing was begun.
         """
-        self._service = service()
         refused = self._service.take_turn(self.how.on_pending)
         with self._service.lock:
             refused = refused or self._service.take_turn(self.how.on_pending)
@@ -101,6 +106,8 @@ class AsyncSaveRecipe:
 
     def _start(self, state: Mapping[Any, Any], failed: BaseException | None) -> AsyncSaveResponse:
         front = self._front
+        if self._meeting is not None:
+            return self._start_without_channel(state, failed, self._meeting)
         try:
             front.agree(self.exchange, lambda: self._prepare(state), failed)
             known = self._plan_on_this_thread()
@@ -108,11 +115,41 @@ class AsyncSaveRecipe:
             if self._begun and self._carrier is not None:
                 self._carrier.abandon(self._begun)
             raise
-        task, error = self._staged(known)
+        return self._handed_over(*self._staged(known), known)
+
+    def _handed_over(
+        self, task: PersistTask, error: BaseException | None, known: CachedPlan[EncodedBody] | None
+    ) -> AsyncSaveResponse:
         response = self._hand_over(task, known)
         if error is not None and not isinstance(error, Exception):
             raise error
         return response
+
+    def _start_without_channel(
+        self, state: Mapping[Any, Any], failed: BaseException | None, meeting: tuple[str, int]
+    ) -> AsyncSaveResponse:
+        """Stage everything, and let the background processes find each other and agree."""
+        front = self._front
+        self.writer.initialize_writer(self.options.checkpoint_id)
+        mailbox_folder(self.writer, "0" * 32)
+        self._carrier = choose_carrier(self._service, self.writer, None)
+        front.ticket = Ticket(secrets.token_hex(16), "")
+        payload, error = (None, failed) if failed is not None else attempt(lambda: self._prepare_alone(state))
+        if error is None:
+            task, error = self._staged(None)
+        else:
+            task = PersistTask(self._seat, front.ticket, error=encode_error(_as_ours(error)))
+        words = {name: repr(value) for name, value in front.arguments.items()}
+        task = replace(task, meeting=meeting, agreement=payload or b"", arguments=words)
+        return self._handed_over(task, error, None)
+
+    def _prepare_alone(self, state: Mapping[Any, Any]) -> bytes:
+        if self.how.use_gloo or not (self._front.plans_by_rule and self._finalizes_by_rule):
+            raise ArgumentError(
+                "the ranks of this group have no channel on the thread that saves: use_gloo=True, and planners that "
+                "override build_global_plan or finalize_plan, need one; initialize the framework's process group"
+            )
+        return self._front.prepare(state)
 
     # -- before anything is agreed --------------------------------------------------------------------------------
 
@@ -170,10 +207,10 @@ class AsyncSaveRecipe:
         try:
             return self._stage_all() if known is None else self._stage_own(known), None
         except BaseException as error:
-            cause = error if isinstance(error, DcpError) else RankFailedError(f"{type(error).__name__}: {error}")
             part = None if known is None else PlannedPart(known.plan_digest, b"", known.body, known.file_nbytes)
+            cause = encode_error(_as_ours(error))
             task = PersistTask(
-                seat, front.ticket, front.encoded.payload, front.nesting, planned=part, error=encode_error(cause)
+                seat, front.ticket, front.encoded.payload, front.nesting, planned=part, error=cause
             )  # fmt: skip
             return task, error
 
@@ -203,9 +240,9 @@ class AsyncSaveRecipe:
         assert carrier is not None, "chosen before ranks agree"
         save_id = task.ticket.save_id
         flight = InFlight(SaveFuture(save_id))
-        waiting = _Completion(
+        waiting = Completion(
             flight, carrier, task.seat, WriterSpec.of(self.writer), self.writer, self.how.callback, known,
-            self._front.table, self._front.keeper(), self._channel(), carrier.hand_over(task),
+            self._front.table, self._front.keeper(), self._channel(), self.job.group, carrier.hand_over(task),
         )  # fmt: skip
         self._service.latest = flight
         flight.thread = threading.Thread(target=waiting.run, name=f"dcp-save-{save_id[:8]}")
@@ -213,60 +250,5 @@ class AsyncSaveRecipe:
         return AsyncSaveResponse(flight.future, lambda: carrier.cancel(save_id))
 
 
-@dataclass(slots=True)
-class _Completion:
-    """Waits for the outcome of a save, on a thread of its own: a script that ends waits for it.
-
-    Holds nothing of the state.
-    """
-
-    flight: InFlight
-    carrier: Carrier
-    seat: Seat
-    spec: WriterSpec | None
-    writer: StorageWriter
-    callback: Callable[[], object] | None
-    known: CachedPlan[EncodedBody] | None
-    table: LocalTable
-    keep: Callable[[CachedPlan[EncodedBody]], None]
-    channel: ChannelSpec | None
-    outcome: Callable[[], PersistResult]
-
-    def run(self) -> None:
-        """Wait, keep the plan, tell whoever waits."""
-        future = self.flight.future
-        try:
-            metadata = self._conclude()
-        except BaseException as error:
-            _log.error("save %s failed: %s", future.save_id, error)
-            future.set_exception(error)
-            return
-        try:
-            if self.callback is not None:
-                self.callback()
-        except BaseException as error:
-            _log.exception("the callback of save %s failed; its checkpoint is committed", future.save_id)
-            future.set_exception(error)
-        else:
-            future.set_result(metadata)
-
-    def _conclude(self) -> Metadata:
-        save_id = self.flight.future.save_id
-        writer = self.writer if self.spec is None else self.spec.make()
-        if self.spec is not None:
-            writer.initialize_writer(None)
-        plan = self.known
-        try:
-            result = self.outcome()
-        except DcpError as error:
-            if not self.carrier.has_died:
-                raise
-            outcome_after_death(
-                error, self.seat, save_id, writer, self.channel, may_be_committed=self.flight.may_be_committed
-            )  # fmt: skip
-        else:
-            if result.planned is not None:
-                plan = result.planned.against(self.table)
-        if plan is not None:
-            self.keep(plan)
-        return committed_metadata(writer, save_id, None if self.seat.use_collectives else self.seat.rank)
+def _as_ours(error: BaseException) -> DcpError:
+    return error if isinstance(error, DcpError) else RankFailedError(f"{type(error).__name__}: {error}")

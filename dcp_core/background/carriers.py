@@ -136,8 +136,8 @@ class ThreadCarrier:
         return lambda: self._carry_out(task)
 
     def _carry_out(self, task: PersistTask) -> PersistResult:
-        save_id, cancellation = task.ticket.save_id, self._cancellation
-        with channel_to_peers(self._channel, self._writer, task.seat, save_id, cancellation) as mailbox:
+        cancellation = self._cancellation
+        with channel_to_peers(self._channel, self._writer, task, cancellation) as mailbox:
             return persist(task, self._writer, self._arena, mailbox, cancellation)
 
     def cancel(self, save_id: str) -> bool:

@@ -23,7 +23,7 @@ from dcp_core.execution.interfaces import MailboxFolder
 ABSENCE_SECONDS = 120.0
 """How long a folder must be missing before it counts as gone: twice what network file systems remember."""
 
-_KNOWN_ABSENCE_SECONDS = 5.0
+_KNOWN_ABSENCE_SECONDS = 1.0
 _FIRST_SLICE_SECONDS = 0.01
 _LONGEST_SLICE_SECONDS = 0.25
 _LARGE_FOLDER_SLICE_SECONDS = 2.0
@@ -170,7 +170,10 @@ class Mailbox:
         patience = _FIRST_SLICE_SECONDS
         while True:
             left = deadline - time.monotonic()
-            message = self._look(name, min(patience, max(left, 0.0)))
+            if timeout_seconds <= _PROBE_SECONDS:
+                message, left = self._look(name), 0.0
+            else:
+                message = self._board.wait(name, min(patience, max(left, 0.0)))
             if message is None:
                 message = self._instead(name, sender, is_last_look=left <= 0)
             if message is not None:
@@ -245,13 +248,13 @@ class Mailbox:
             time.sleep(pause)
             pause = min(pause * 1.5, _LONGEST_SLICE_SECONDS)
 
-    def _look(self, name: str, timeout_seconds: float) -> bytes | None:
-        """Wait for the message itself. Thousands of short looks in a row cost few listings."""
-        if self._folder is not None and timeout_seconds <= _PROBE_SECONDS:
+    def _look(self, name: str) -> bytes | None:
+        """Look for a message at once. Thousands of looks in a row cost few listings."""
+        if self._folder is not None:
             names = self._names(self._folder, _PROBE_LISTING_SECONDS)
             if names is not None and name not in names:
                 return None
-        return self._board.wait(name, timeout_seconds)
+        return self._board.wait(name, _PROBE_SECONDS)
 
     def _names(self, folder: MailboxFolder, max_age_seconds: float) -> frozenset[str] | None:
         started = time.monotonic()

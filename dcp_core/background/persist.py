@@ -7,18 +7,20 @@ process.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from dcp_core.adapter import AdapterSet, ChannelSpec, KeyValueChannel, drain
 from dcp_core.background.arena import Buffers
+from dcp_core.background.joining import Meeting, join_without_channel
 from dcp_core.background.mailbox import Mailbox
 from dcp_core.background.staged import StagedSource
-from dcp_core.background.task import PersistResult, PersistTask, PlannedPart, Seat
+from dcp_core.background.task import PersistResult, PersistTask, PlannedPart
 from dcp_core.background.writer_spec import WriterSpec
 from dcp_core.coordination.exchange import Exchange, forget
 from dcp_core.errors import ArgumentError, CoordinationError, SaveCancelledError, decode_error
@@ -68,7 +70,7 @@ def persist(
     task: PersistTask,
     writer: StorageWriter,
     buffers: Buffers,
-    channel: KeyValueChannel | None,
+    channel: Mailbox | None,
     cancellation: Cancellation,
     handed_in: Callable[[], None] = lambda: None,
 ) -> PersistResult:
@@ -78,7 +80,7 @@ def persist(
         task: What to do.
         writer: Where to; initialized, and on the coordinator begun, where the save is agreed.
         buffers: The memory of what was staged.
-        channel: How ranks talk; None for one that is alone.
+        channel: How ranks talk, for this save; None for one that is alone.
         cancellation: Stops the save.
         handed_in: Called when the save may be committed from then on, whatever becomes of this process.
 
@@ -87,11 +89,11 @@ def persist(
     """
     started = time.perf_counter()
     seat = task.seat
-    key = task.ticket.save_id
+    key = task.ticket.save_id if channel is None else channel.key
     job = seat.job(channel, key)
     exchange = job.exchange(seat.timeout_seconds)
     try:
-        ticket = _agree(task, exchange, writer) if task.agreement else task.ticket
+        ticket = task.ticket if task.meeting is None else _agree(task, exchange, writer, key)
         back = SaveBack(job, exchange, writer, seat.options, ticket, _standard_rules(job, task.rules))
         try:
             plan = _carry_out(task, back, buffers, cancellation, handed_in)
@@ -99,17 +101,16 @@ def persist(
             back.abort(error)
             raise
     finally:
-        if task.ticket.save_id:
-            forget(job.group.key, seat.rank)
+        forget(key, seat.rank)
     seconds = time.perf_counter() - started
     logger.info("save %s is committed, %.3f s after it was handed over", ticket.save_id, seconds)
     return PersistResult(ticket.save_id, None if task.planned is not None else PlannedPart.of(plan), seconds)
 
 
-def _agree(task: PersistTask, exchange: Exchange, writer: StorageWriter) -> Ticket:
+def _agree(task: PersistTask, exchange: Exchange, writer: StorageWriter, save_id: str) -> Ticket:
     """Exchange 1, where the trainers could not run it."""
     arguments = {name: _Words(text) for name, text in task.arguments.items()}
-    decision = Decision(arguments, writer.begin_checkpoint, None, task.ticket.save_id)
+    decision = Decision(arguments, writer.begin_checkpoint, None, save_id)
     error = decode_error(task.error) if task.error else None
     return Ticket.from_bytes(exchange.run("save/agree", task.agreement, error=error, compute=decision))
 
@@ -185,28 +186,43 @@ def mailbox_folder(writer: StorageWriter, save_id: str) -> MailboxFolder:
 
 @contextmanager
 def channel_to_peers(
-    board: KeyValueChannel | None, writer: StorageWriter, seat: Seat, save_id: str, cancellation: Cancellation
+    board: KeyValueChannel | None,
+    writer: StorageWriter,
+    task: PersistTask,
+    cancellation: Cancellation,
+    is_wanted: Callable[[], bool] = lambda: True,
 ) -> Iterator[Mailbox | None]:
     """The way to the other ranks for one save.
 
     Args:
         board: What carries the messages; None: files next to the checkpoint's.
         writer: Where the checkpoint is.
-        seat: Which rank this is.
-        save_id: The save.
+        task: The save.
         cancellation: Ends the waits of the coordinator. The others hand an error in instead.
+        is_wanted: Whether the trainer still lives: without it a save that is not agreed on has no point.
     """
+    seat, save_id = task.seat, task.ticket.save_id
     if not seat.needs_channel:
         yield None
         return
-    mailbox = Mailbox(
-        mailbox_folder(writer, save_id) if board is None else board,
-        seat.rank,
-        seat.world_size,
-        key=save_id,
-        is_committed=lambda: is_committed(writer, save_id),
-        check=cancellation.check if seat.is_coordinator else None,
-    )
+    check = cancellation.check if seat.is_coordinator else None
+    if task.meeting is not None:
+        mailbox = join_without_channel(
+            writer.open_mailbox,
+            Meeting(seat.rank, seat.world_size, *task.meeting, is_wanted=is_wanted),
+            is_committed=lambda found: is_committed(writer, found),
+            timeout_seconds=seat.timeout_seconds,
+            check=check,
+        )
+    else:
+        mailbox = Mailbox(
+            mailbox_folder(writer, save_id) if board is None else board,
+            seat.rank,
+            seat.world_size,
+            key=save_id,
+            is_committed=lambda: is_committed(writer, save_id),
+            check=check,
+        )
     committed = False
     try:
         yield mailbox
@@ -261,6 +277,7 @@ class Persister:
         self._cancellations: dict[str, Cancellation] = {}
         self._finished: deque[str] = deque(maxlen=_FINISHED_KEPT)
         self._lock = threading.Lock()
+        self._trainer = os.getppid()
 
     def handle(self, what: str, message: Mapping[str, Any]) -> Mapping[str, Any]:
         """Serve one request, on the worker thread.
@@ -330,11 +347,20 @@ class Persister:
         self, task: PersistTask, writer: StorageWriter, channel: Mapping[str, Any] | None, cancellation: Cancellation
     ) -> PersistResult:
         def handed_in() -> None:
-            self._notify({"handed_in": task.ticket.save_id})
+            self._tell({"handed_in": task.ticket.save_id})
 
         board = None if channel is None else self._channel(channel)
-        with channel_to_peers(board, writer, task.seat, task.ticket.save_id, cancellation) as mailbox:
+        with channel_to_peers(board, writer, task, cancellation, self._has_trainer) as mailbox:
+            if task.meeting is not None and mailbox is not None:
+                self._tell({"named": task.ticket.save_id, "save_id": mailbox.key})
             return persist(task, writer, self._segments, mailbox, cancellation, handed_in)
+
+    def _tell(self, message: Mapping[str, Any]) -> None:
+        with suppress(OSError):  # the trainer is gone, and its save goes on
+            self._notify(message)
+
+    def _has_trainer(self) -> bool:
+        return os.getppid() == self._trainer
 
 
 def _writer_of(message: Mapping[str, Any]) -> StorageWriter:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import os
 import threading
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -25,11 +26,18 @@ class InFlight:
         future: Its outcome.
         thread: Waits for it, and runs the callback.
         may_be_committed: Whether the background process has said that the save may be committed from now on.
+        agreed_id: The save's id, where the ranks found each other only in the background.
     """
 
     future: SaveFuture
     thread: threading.Thread | None = None
     may_be_committed: bool = False
+    agreed_id: str = ""
+
+    @property
+    def save_id(self) -> str:
+        """The id by which all ranks know the save."""
+        return self.agreed_id or self.future.save_id
 
 
 class BackgroundService:
@@ -47,6 +55,12 @@ class BackgroundService:
         self.arena = Arena()
         self.latest: InFlight | None = None
         self._processes: dict[str, BackgroundProcess] = {}
+        self._calls: Counter[str] = Counter()
+
+    def count_call(self, group: str) -> int:
+        """Number the calls of a group, from 0; at call entry, whatever becomes of them."""
+        self._calls[group] += 1
+        return self._calls[group] - 1
 
     def take_turn(self, on_pending: OnPending) -> DcpError | None:
         """Wait until no save is in flight.
@@ -96,8 +110,12 @@ class BackgroundService:
 
     def _hear(self, message: Mapping[str, Any]) -> None:
         latest = self.latest
-        if latest is not None and message.get("handed_in") == latest.future.save_id:
+        if latest is None:
+            return
+        if message.get("handed_in") == latest.future.save_id:
             latest.may_be_committed = True
+        if message.get("named") == latest.future.save_id:
+            latest.agreed_id = message["save_id"]
 
 
 _current: list[BackgroundService] = []

@@ -125,14 +125,16 @@ class PersistTask:
 
     Attributes:
         seat: Which rank saves, and how.
-        ticket: What was agreed; without an id where the ranks could not agree yet.
+        ticket: What was agreed.
         table: What this rank holds, encoded.
         nesting: The containers, encoded.
         staged: Where the bytes lie; None where they could not be staged.
         planned: This rank's part of the plan, where there is one already.
         rules: `remove_redundancy` and `save_to_minimum_rank` of the standard planner, for a plan still to make.
         error: Why there is nothing to write, as `errors.encode_error` bytes; empty where there is.
-        agreement: What this rank hands into the first exchange, where that is still to run.
+        meeting: Name of the group and number of the call, where the ranks have no channel yet: they find each other,
+            and run the first exchange, in the background. The id of the ticket is a stand-in then, of this rank alone.
+        agreement: What this rank hands into that exchange.
         arguments: What must be the same on all ranks then, in words.
     """
 
@@ -144,6 +146,7 @@ class PersistTask:
     planned: PlannedPart | None = None
     rules: tuple[bool, bool] = (True, False)
     error: bytes = b""
+    meeting: tuple[str, int] | None = None
     agreement: bytes = b""
     arguments: Mapping[str, str] = field(default_factory=dict)
 
@@ -159,6 +162,7 @@ class PersistTask:
             "planned": None if self.planned is None else self.planned.to_plain(),
             "rules": self.rules,
             "error": self.error,
+            "meeting": self.meeting,
             "agreement": self.agreement,
             "arguments": dict(self.arguments),
         }
@@ -176,6 +180,7 @@ class PersistTask:
             None if planned is None else PlannedPart.from_plain(planned),
             fields["rules"],
             fields["error"],
+            fields["meeting"],
             fields["agreement"],
             fields["arguments"],
         )

@@ -65,6 +65,7 @@ for parameter in model.parameters():
     parameter.detach().to_local().zero_()
 dcp_torch.load({"model": model, "optimizer": optimizer}, checkpoint_id=CHECKPOINT)
 assert all(torch.equal(tensor.full_tensor(), expected[name]) for name, tensor in model.state_dict().items())
+dist.barrier()
 dist.destroy_process_group()
 """
 
