@@ -17,7 +17,7 @@ from dcp_core.adapter import ChannelSpec
 from dcp_core.background.carriers import Carrier, choose_carrier
 from dcp_core.background.completion import Completion
 from dcp_core.background.data_copier import StagingEncoding
-from dcp_core.background.persist import mailbox_folder
+from dcp_core.background.peers import mailbox_folder
 from dcp_core.background.response import AsyncSaveResponse, SaveFuture
 from dcp_core.background.service import BackgroundService, InFlight, OnPending, service
 from dcp_core.background.staging import everything_held, stage

@@ -11,7 +11,9 @@ from typing import Protocol
 
 from dcp_core.adapter import ChannelSpec
 from dcp_core.background.arena import Arena
-from dcp_core.background.persist import Cancellation, abandon, begin, channel_to_peers, persist
+from dcp_core.background.cancellation import Cancellation
+from dcp_core.background.peers import abandon, begin, channel_to_peers
+from dcp_core.background.persist import persist
 from dcp_core.background.process import BackgroundProcess
 from dcp_core.background.service import BackgroundService
 from dcp_core.background.task import PersistResult, PersistTask

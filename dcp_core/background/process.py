@@ -23,7 +23,7 @@ from dcp_core.background.launch import ProcessLog, start_interpreter
 from dcp_core.errors import CoordinationError, DcpError, RankFailedError, decode_error
 
 START_SECONDS = 60.0
-PERSISTER = "dcp_core.background.persist:Persister"
+PERSISTER = "dcp_core.background.persister:Persister"
 
 Answer = Mapping[str, Any]
 

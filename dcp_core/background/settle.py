@@ -10,7 +10,7 @@ from contextlib import suppress
 
 from dcp_core.adapter import ChannelSpec
 from dcp_core.background.mailbox import Mailbox
-from dcp_core.background.persist import is_committed, mailbox_folder
+from dcp_core.background.peers import is_committed, mailbox_folder
 from dcp_core.background.task import Seat
 from dcp_core.errors import DcpError, InDoubtError
 from dcp_core.execution.interfaces import StorageWriter

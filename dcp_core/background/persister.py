@@ -1,0 +1,131 @@
+"""Serves the requests of the trainer in its background process."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any
+
+from dcp_core.adapter import ChannelSpec, KeyValueChannel
+from dcp_core.background.arena import Buffers
+from dcp_core.background.cancellation import Cancellation
+from dcp_core.background.peers import abandon, begin, channel_to_peers
+from dcp_core.background.persist import persist
+from dcp_core.background.task import PersistResult, PersistTask
+from dcp_core.background.writer_spec import WriterSpec
+from dcp_core.errors import CoordinationError
+from dcp_core.execution.interfaces import StorageWriter
+from dcp_core.log import set_rank
+
+_FINISHED_KEPT = 64
+
+
+class Persister:
+    """Serves the requests of one trainer, in its background process.
+
+    Args:
+        segments: The memory that the trainer shares.
+        notify: Sends the trainer a message that answers no request.
+    """
+
+    def __init__(self, segments: Buffers, notify: Callable[[Mapping[str, Any]], None]) -> None:
+        self._segments = segments
+        self._notify = notify
+        self._begun: dict[str, StorageWriter] = {}
+        self._channels: dict[str, KeyValueChannel] = {}
+        self._cancellations: dict[str, Cancellation] = {}
+        self._finished: deque[str] = deque(maxlen=_FINISHED_KEPT)
+        self._lock = threading.Lock()
+        self._trainer = os.getppid()
+
+    def handle(self, what: str, message: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Serve one request, on the worker thread.
+
+        Raises:
+            DcpError: What went wrong.
+        """
+        serve = {
+            "writer": self._check_writer, "join": self._join, "begin": self._begin, "abandon": self._abandon,
+            "persist": self._persist,
+        }.get(what)  # fmt: skip
+        if serve is None:
+            raise CoordinationError(f"the background process does not know the request {what!r}")
+        return serve(message)
+
+    def cancel(self, save_id: str) -> bool:
+        """Cancel a save, on another thread; whether it was in time."""
+        with self._lock:
+            if save_id in self._finished:
+                return False
+            return self._cancellations.setdefault(save_id, Cancellation()).cancel()
+
+    def _check_writer(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
+        WriterSpec.from_plain(message["writer"]).make()
+        return {}
+
+    def _join(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
+        self._channel(message["channel"])
+        return {}
+
+    def _channel(self, fields: Mapping[str, Any]) -> KeyValueChannel:
+        name = repr(sorted(fields.items()))
+        found = self._channels.get(name)
+        if found is None:
+            found = self._channels[name] = ChannelSpec(**fields).open()
+        return found
+
+    def _begin(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
+        writer = _writer_of(message)
+        save_id = message["save_id"]
+        suffix = begin(writer, save_id, message["rank"], with_mailbox=message["with_mailbox"])
+        self._begun[save_id] = writer
+        return {"suffix": suffix}
+
+    def _abandon(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
+        writer = self._begun.pop(message["save_id"], None)
+        if writer is not None:
+            abandon(writer, message["save_id"])
+        return {}
+
+    def _persist(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
+        task = PersistTask.from_plain(message["task"])
+        set_rank(task.seat.global_rank)
+        save_id = task.ticket.save_id
+        writer = self._begun.pop(save_id, None) or _writer_of(message)
+        with self._lock:
+            cancellation = self._cancellations.setdefault(save_id, Cancellation())
+        try:
+            result = self._run(task, writer, message["channel"], cancellation)
+        finally:
+            with self._lock:
+                self._cancellations.pop(save_id, None)
+                self._finished.append(save_id)
+        return result.to_plain()
+
+    def _run(
+        self, task: PersistTask, writer: StorageWriter, channel: Mapping[str, Any] | None, cancellation: Cancellation
+    ) -> PersistResult:
+        def handed_in() -> None:
+            self._tell({"handed_in": task.ticket.save_id})
+
+        board = None if channel is None else self._channel(channel)
+        with channel_to_peers(board, writer, task, cancellation, self._has_trainer) as mailbox:
+            if task.meeting is not None and mailbox is not None:
+                self._tell({"named": task.ticket.save_id, "save_id": mailbox.key})
+            return persist(task, writer, self._segments, mailbox, cancellation, handed_in)
+
+    def _tell(self, message: Mapping[str, Any]) -> None:
+        with suppress(OSError):  # the trainer is gone, and its save goes on
+            self._notify(message)
+
+    def _has_trainer(self) -> bool:
+        return os.getppid() == self._trainer
+
+
+def _writer_of(message: Mapping[str, Any]) -> StorageWriter:
+    writer = WriterSpec.from_plain(message["writer"]).make()
+    writer.initialize_writer(None)
+    return writer
