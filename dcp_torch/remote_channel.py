@@ -157,7 +157,7 @@ def join_store(
 
     Returns:
         A channel among the processes that join with the same prefix. Its connections belong to the threads that use
-        it. Once the store is gone every call fails; to get over that, join again.
+        it. Once the store is gone every call fails.
 
     Raises:
         CoordinationError: Nobody listens there, or no store does, or it is another one. Nothing was posted.
