@@ -128,6 +128,11 @@ class Arena:
         return sum([segment.nbytes for segment in self._segments])
 
     def place(self, sizes: Sequence[int]) -> list[Place]:
+        """Give every buffer of a save its place: `place_columns`, as values."""
+        segments, offsets = self.place_columns(sizes)
+        return list(map(Place, segments.tolist(), offsets.tolist(), map(int, sizes)))
+
+    def place_columns(self, sizes: Sequence[int]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Give every buffer of a save its place.
 
         Grows the arena by one segment at most. When there would be more than `MAX_SEGMENTS`, all are dropped and one
@@ -137,7 +142,7 @@ class Arena:
             sizes: Byte length of each buffer.
 
         Returns:
-            One place each, the same for the same sizes as long as the arena does not grow.
+            Segment of each, and the first byte in it; the same for the same sizes as long as the arena does not grow.
 
         Raises:
             ArgumentError: A size is negative or absurd.
@@ -157,7 +162,7 @@ class Arena:
             segments[placed:] = len(self._segments) - 1
             offsets[placed + 1 :] = ends[placed:-1] - start
             offsets[placed] = 0
-        return list(map(Place, segments.tolist(), offsets.tolist(), lengths.tolist()))
+        return segments, offsets
 
     def buffer(self, place: Place) -> Bytes:
         """The memory of a place."""

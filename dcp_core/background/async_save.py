@@ -23,6 +23,7 @@ from dcp_core.background.service import BackgroundService, InFlight, OnPending, 
 from dcp_core.background.staging import everything_held, stage
 from dcp_core.background.task import PersistTask, PlannedPart, Seat
 from dcp_core.background.writer_spec import WriterSpec
+from dcp_core.coordination.verdict import safe_cause
 from dcp_core.errors import ArgumentError, DcpError, RankFailedError, encode_error
 from dcp_core.execution.interfaces import StorageWriter
 from dcp_core.formats.metadata_file import EncodedBody
@@ -122,6 +123,9 @@ class AsyncSaveRecipe:
     ) -> AsyncSaveResponse:
         response = self._hand_over(task, known)
         if error is not None and not isinstance(error, Exception):
+            flight = self._service.latest
+            if flight is not None:
+                flight.future.mark_seen()
             raise error
         return response
 
@@ -240,9 +244,11 @@ class AsyncSaveRecipe:
         assert carrier is not None, "chosen before ranks agree"
         save_id = task.ticket.save_id
         flight = InFlight(SaveFuture(save_id))
+        table = getattr(self._front, "table", None)  # where preparing failed there is none, nor a plan to keep
+        keep = self._front.keeper() if table is not None else _forget
         waiting = Completion(
             flight, carrier, task.seat, WriterSpec.of(self.writer), self.writer, self.how.callback, known,
-            self._front.table, self._front.keeper(), self._channel(), self.job.group, carrier.hand_over(task),
+            table, keep, self._channel(), self.job.group, carrier.hand_over(task),
         )  # fmt: skip
         self._service.latest = flight
         flight.thread = threading.Thread(target=waiting.run, name=f"dcp-save-{save_id[:8]}")
@@ -250,5 +256,12 @@ class AsyncSaveRecipe:
         return AsyncSaveResponse(flight.future, lambda: carrier.cancel(save_id))
 
 
+def _forget(plan: CachedPlan[EncodedBody]) -> None:
+    """Keep no plan."""
+
+
 def _as_ours(error: BaseException) -> DcpError:
-    return error if isinstance(error, DcpError) else RankFailedError(f"{type(error).__name__}: {error}")
+    if isinstance(error, DcpError):
+        return error
+    told = safe_cause(error, 0)
+    return RankFailedError(f"{told.kind}: {told.message}")

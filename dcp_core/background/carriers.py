@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Protocol
 
 from dcp_core.adapter import ChannelSpec
@@ -18,7 +19,7 @@ from dcp_core.background.process import BackgroundProcess
 from dcp_core.background.service import BackgroundService
 from dcp_core.background.task import PersistResult, PersistTask
 from dcp_core.background.writer_spec import WriterSpec
-from dcp_core.errors import CoordinationError, RankFailedError
+from dcp_core.errors import CoordinationError, DcpError, RankFailedError
 from dcp_core.execution.interfaces import StorageWriter
 
 LIGHT = "light"
@@ -81,7 +82,8 @@ class ProcessCarrier:
 
     def abandon(self, save_id: str) -> None:
         """Take back what `begin` did."""
-        self._process.request({"do": "abandon", "save_id": save_id})
+        with suppress(DcpError):
+            self._process.request({"do": "abandon", "save_id": save_id}).result()
 
     def hand_over(self, task: PersistTask) -> Callable[[], PersistResult]:
         """Hand over."""

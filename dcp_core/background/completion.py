@@ -40,7 +40,7 @@ class Completion:
     writer: StorageWriter
     callback: Callable[[], object] | None
     known: CachedPlan[EncodedBody] | None
-    table: LocalTable
+    table: LocalTable | None
     keep: Callable[[CachedPlan[EncodedBody]], None]
     channel: ChannelSpec | None
     group: ProcessGroup  # held until the end: a store that this process hosts serves the others for as long
@@ -80,7 +80,7 @@ class Completion:
             )  # fmt: skip
         else:
             self.flight.agreed_id = result.save_id
-            if result.planned is not None:
+            if result.planned is not None and self.table is not None:
                 plan = result.planned.against(self.table)
         if plan is not None:
             self.keep(plan)

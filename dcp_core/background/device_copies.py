@@ -99,8 +99,11 @@ class DeviceCopies:
                 first = first or caught
         self._waits.clear()
         self._detours.clear()
-        if error is None and first is not None:
-            raise first
+        try:
+            if error is None and first is not None:
+                raise first
+        finally:
+            del first, error  # their tracebacks hold this frame, and so the arena
 
 
 class _Detour:

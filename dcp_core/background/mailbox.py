@@ -27,6 +27,7 @@ _KNOWN_ABSENCE_SECONDS = 1.0
 _FIRST_SLICE_SECONDS = 0.01
 _LONGEST_SLICE_SECONDS = 0.25
 _LARGE_FOLDER_SLICE_SECONDS = 2.0
+_STORE_LOOKS_A_SECOND = 5_000
 _PROBE_SECONDS = 0.002
 _PROBE_LISTING_SECONDS = 0.02
 _LISTING_SECONDS = 0.2
@@ -93,6 +94,7 @@ class Mailbox:
         self._reception: Reception | None = None
         self._was_opened = False
         self._was_seen = False
+        self._was_answered = False
         self._absent_since: float | None = None
         self._commit_look = (0.0, _FIRST_COMMIT_LOOK_SECONDS)
         self._listing_cost_seconds = 0.0
@@ -118,17 +120,22 @@ class Mailbox:
     def close(self, *, committed: bool) -> None:
         """Take leave: the coordinator removes the folder. Never raises one of our errors, nor the system's.
 
-        After a commit at once, for then `.metadata` is the answer. After a failure when the others have read of it:
-        where that takes more than two seconds, on a thread of its own, which gives them 75.
+        It waits until the others have read how it ended. After a commit for two seconds at most: from then on
+        `.metadata` is the answer, until another save replaces it. After a failure, where that takes more than two
+        seconds, on a thread of its own, which gives them 75.
 
         Args:
             committed: Whether the checkpoint is complete.
         """
         if self._reception is not None:
             self._reception.close()
-        if self.rank != COORDINATOR or self._folder is None or self._closing is not None:
+        if self._folder is None or self._closing is not None:
             return
-        if committed or self._await_readers(self._folder, _PROMPT_READING_SECONDS):
+        if self.rank != COORDINATOR:
+            if committed and self._was_answered:
+                self._tell_read(self._folder, "the commit")
+            return
+        if self._await_readers(self._folder, _PROMPT_READING_SECONDS) or committed:
             self._remove(self._folder)
             return
         self._closing = threading.Thread(
@@ -219,6 +226,8 @@ class Mailbox:
 
     @property
     def _longest_slice_seconds(self) -> float:
+        if self._folder is None:  # a store answers so many looks a second, of all ranks together
+            return max(self.world_size / _STORE_LOOKS_A_SECOND, _LONGEST_SLICE_SECONDS)
         return min(max(100 * self._listing_cost_seconds, _LONGEST_SLICE_SECONDS), _LARGE_FOLDER_SLICE_SECONDS)
 
     def _abort_name(self, rank: int) -> str:
@@ -265,11 +274,15 @@ class Mailbox:
     def _received(self, name: str, sender: int, message: bytes) -> None:
         if self._reception is not None:
             self._reception.arrived(sender)
+        self._was_answered = self._was_answered or sender == COORDINATOR
         if self.rank != COORDINATOR and self._folder is not None and message[:1] == bytes((FrameKind.ERROR,)):
-            try:
-                self._folder.put(self._read_name(self.rank), b"")
-            except OSError as error:
-                _log.debug("save %s: rank 0 is not told that %s was read: %s", self.key, name, error)
+            self._tell_read(self._folder, name)
+
+    def _tell_read(self, folder: MailboxFolder, name: str) -> None:
+        try:
+            folder.put(self._read_name(self.rank), b"")
+        except OSError as error:
+            _log.debug("save %s: rank 0 is not told that %s was read: %s", self.key, name, error)
 
     def _instead(self, name: str, sender: int, *, is_last_look: bool) -> bytes | None:
         """What stands for a message that is not there."""

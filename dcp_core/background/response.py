@@ -42,6 +42,10 @@ class SaveFuture(Future[Metadata]):
         self._is_seen = self._is_seen or found is not None
         return found
 
+    def mark_seen(self) -> None:
+        """Say that the caller was told already that this save fails."""
+        self._is_seen = True
+
     def unseen_failure(self) -> DcpError | None:
         """The failure that nobody has seen, for the next save to raise, once; None where there is none."""
         if not self.done() or self._is_seen:

@@ -144,13 +144,8 @@ class _Places:
 
     @classmethod
     def claimed(cls, arena: Arena, sizes: Sequence[int]) -> _Places:
-        places = arena.place(sizes)
-        count = len(places)
-        return cls(
-            np.fromiter([place.segment for place in places], np.int32, count),
-            np.fromiter([place.offset for place in places], np.int64, count),
-            np.fromiter([place.nbytes for place in places], np.int64, count),
-        )
+        segment, offset = arena.place_columns(sizes)
+        return cls(segment.astype(np.int32), offset, np.array(sizes, np.int64))
 
     def of(self, writes: WriteList, copy_of: Int64, regions: int) -> Staged:
         """Say what lies where: rows of a write list, each in the place of a region that is copied; and objects."""

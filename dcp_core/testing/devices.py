@@ -201,7 +201,7 @@ class SimulatedDevice:
             self._blocks.add(addresses)
             self.host_nbytes += nbytes
             self.peak_host_nbytes = max(self.peak_host_nbytes, self.host_nbytes)
-            weakref.finalize(block, self._forget, addresses)
+            weakref.finalize(block, _forget_at, weakref.ref(self), addresses)
             if self._host_limit_nbytes is not None and self.host_nbytes > self._host_limit_nbytes:
                 self._misused(f"{self.host_nbytes} bytes of host memory in use, at most {self._host_limit_nbytes} are")
         return block
@@ -335,6 +335,13 @@ class SimulatedDevice:
         with self._lock:
             self._blocks.discard(addresses)
             self.host_nbytes -= addresses[1] - addresses[0]
+
+
+def _forget_at(device: weakref.ref[SimulatedDevice], addresses: _AddressRange) -> None:
+    """Held for as long as a block lives, so it must not hold the device: errors of its copies hold blocks."""
+    alive = device()
+    if alive is not None:
+        alive._forget(addresses)
 
 
 def _addresses(array: npt.NDArray[Any]) -> _AddressRange:

@@ -313,6 +313,38 @@ def test_memory_from_elsewhere_is_found() -> None:
         misused(device, "not from host_memory.*not from host_memory")
 
 
+def test_registered_memory_serves_copies_until_that_is_undone() -> None:
+    with SimulatedDevice(host_limit_nbytes=0) as device:
+        view, memory = device.put(np.arange(4)), np.zeros(64, np.uint8)
+        undo = device.register_memory(memory)
+        assert undo is not None and device.registered_nbytes == 64
+        device.start_copy_out(view, memory[16:48])()
+        assert memory[16:48].view(np.int64).tolist() == [0, 1, 2, 3]
+        undo()
+        assert device.registered_nbytes == 0
+        with pytest.raises(DeviceMisuseError, match="not from host_memory or registered"):
+            device.start_copy_out(view, memory[:32])
+        device.misuses.clear()
+        assert SimulatedDevice(can_register=False).register_memory(memory) is None
+
+
+def test_memory_that_is_registered_twice_or_unregistered_too_early_or_twice_is_found() -> None:
+    with SimulatedDevice() as device:
+        view, memory = device.put(np.arange(4)), np.zeros(64, np.uint8)
+        undo = device.register_memory(memory)
+        assert undo is not None
+        with pytest.raises(DeviceMisuseError, match="32 bytes are registered that are known already"):
+            device.register_memory(memory[32:])
+        wait = device.start_copy_out(view, memory[:32])
+        with pytest.raises(DeviceMisuseError, match="memory is unregistered that copy 0 uses"):
+            undo()
+        wait()
+        undo()
+        with pytest.raises(DeviceMisuseError, match="memory is unregistered that is not registered"):
+            undo()
+        device.misuses.clear()
+
+
 def test_a_target_or_source_of_another_size_or_type_is_found() -> None:
     with SimulatedDevice() as device:
         view = device.put(np.arange(4))

@@ -112,6 +112,7 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def nothing_left() -> Iterator[None]:
     """No test leaves a writing thread or an open file behind."""
+    gc.collect()  # files of tests before
     before = sorted(os.listdir("/proc/self/fd"))
     yield
     assert writers() == []

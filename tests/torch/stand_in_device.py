@@ -13,7 +13,7 @@ from dcp_core.dtype import DType
 from dcp_core.planning.leaves import LocalTensor
 from dcp_core.testing.streams import Pace, WorkStream
 from dcp_torch.adapter import TorchAdapter
-from dcp_torch.transfers import TorchTransfers
+from dcp_torch.transfers import Register, TorchTransfers
 
 
 class StandInStream:
@@ -43,10 +43,10 @@ class StandInAdapter(TorchAdapter):
 
     name = "torch-stand-in"
 
-    def __init__(self, pace: Pace = "late") -> None:
+    def __init__(self, pace: Pace = "late", register: Register | None = None) -> None:
         self.stream = StandInStream(pace)
         self.blocking_copies = 0
-        self._transfers = TorchTransfers(self.stream)
+        self._transfers = TorchTransfers(self.stream, register or (lambda memory: None))
 
     def describe(self, value: Any) -> LocalTensor | None:
         found = super().describe(value)
