@@ -1,9 +1,9 @@
 """Save a training job on 4 ranks, go on in other layouts: `python docs/examples/demo.py`.
 
-A small transformer trains with AdamW on 4 processes, FSDP2 x tensor parallelism on a 2 x 2 mesh. It is saved, and
-trains on. Fresh jobs then load that checkpoint under the same layout and under others, and go on from it: on 2 ranks
-with FSDP, on 4 ranks with tensor parallelism, in one process without any. What has to hold is checked, and the exit
-status says whether it does:
+A small transformer trains with AdamW on 4 processes, FSDP2 x tensor parallelism on a 2 x 2 mesh. It is saved, the last
+time in the background: it trains on while that checkpoint is written. Fresh jobs then load it under the same layout and
+under others, and go on from it: on 2 ranks with FSDP, on 4 ranks with tensor parallelism, in one process without any.
+What has to hold is checked, and the exit status says whether it does:
 
 - straight after a load, weights, optimizer state and all other values have the bits that were saved;
 - in the layout that was saved, the losses that follow have the same bits, too;
@@ -25,8 +25,10 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +51,7 @@ RESUMED = (
     Layout("TP 4", fsdp=1, tp=4),
     Layout("one process", fsdp=1, tp=1),
 )
-FIRST_STEPS, STEPS, MORE_STEPS = 2, 5, 5
+STEPS, MORE_STEPS = 5, 5
 TOLERANCE = 1e-5  # relative, for the losses of another layout
 LOOPBACK, ANY_PORT = "127.0.0.1", 0
 BATCH = 8
@@ -137,11 +139,32 @@ def _global_batch(sizes: ModelSizes) -> Tensor:
 
 def train_and_save(layout: Layout, directory: Path) -> RankResult:
     run = TrainingRun(layout, seed=0)
-    run.train(FIRST_STEPS)
-    first = _seconds(lambda: dcp.save({"run": run}, checkpoint_id=directory / f"step_{run.step}"))
-    run.train(STEPS - FIRST_STEPS)
-    again = _seconds(lambda: dcp.save({"run": run}, checkpoint_id=directory / f"step_{run.step}"))
-    return _go_on(run, {"first save": first, "second save": again})
+    run.train(STEPS - 4)
+    seconds = {}
+    for call in ("first save", "second save"):
+        run.train(1)
+        seconds[call] = _seconds(lambda: dcp.save({"run": run}, checkpoint_id=_place(run, directory)))
+    for call in ("first async_save", "second async_save"):
+        run.train(1)
+        dcp.wait_all()  # the next save would wait for the one before, within the measured time
+        started, committed = time.perf_counter(), Future[float]()
+        response = dcp.async_save(
+            {"run": run},
+            checkpoint_id=_place(run, directory),
+            callback=partial(_set_to_now, committed),
+        )
+        seconds[call] = time.perf_counter() - started
+    result = _go_on(run, seconds)  # changes every tensor while the last checkpoint is written
+    response.get_result()
+    return replace(result, seconds={**seconds, "commit": committed.result() - started})
+
+
+def _place(run: TrainingRun, directory: Path) -> Path:
+    return directory / f"step_{run.step}"
+
+
+def _set_to_now(moment: Future[float]) -> None:
+    moment.set_result(time.perf_counter())
 
 
 def load_and_resume(layout: Layout, directory: Path) -> RankResult:

@@ -67,6 +67,9 @@ def print_checkpoint(saved: JobResult, checkpoint: Path) -> None:
             ("largest rank / mean (balance)", f"{max(by_rank) * len(by_rank) / sum(by_rank):.3f}"),
             ("save, the first", saved.slowest("first save")),
             ("save, the second (plan from the cache)", saved.slowest("second save")),
+            ("async_save, the first (makes its memory)", saved.slowest("first async_save")),
+            ("async_save, the second, until it returns", saved.slowest("second async_save")),
+            ("... until the checkpoint is complete", saved.slowest("commit")),
         ],
     )
     print()
