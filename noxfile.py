@@ -15,7 +15,7 @@ nox.options.sessions = ["tests"]
 
 TORCH = "torch==2.13.0"  # exact: an open range may take another build, of several gigabytes
 ONE_THREAD_A_RANK = {"OMP_NUM_THREADS": "1"}
-BENCHMARKS = ("engines", "plan_scale")
+BENCHMARKS = ("engines", "async_save", "plan_scale")
 BENCH_PEERS = ("torchsnapshot", "orbax-checkpoint", "torch_checkpointing")
 IN_ORDER = ("lint", "types", "docs", "tests_numpy2", "demo", "tests_torch")
 
@@ -92,7 +92,7 @@ def docs(session: nox.Session) -> None:
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """Measure engines and plans beside torch DCP and others; `-- engines --quick` runs one, with its arguments."""
+    """Measure saves, loads and plans beside torch DCP and others; `-- engines --quick` runs one, with its arguments."""
     _install_torch(session)
     for peer in BENCH_PEERS:  # one that does not install is left out, and the table says so
         session.run("python", "-m", "pip", "install", "--quiet", TORCH, "numpy<2", peer, success_codes=(0, 1))

@@ -7,12 +7,14 @@ import os
 import shutil
 import signal
 import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 MEMORY_BACKED = ("tmpfs", "ramfs", "hugetlbfs")
 _SPARE_NBYTES = 256 * 1024 * 1024
+_LATE_SECONDS = 20.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +41,17 @@ def scratch(kind: str, parent: str) -> Iterator[Place]:
         yield Place(kind, directory, filesystem_of(directory))
     finally:
         before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-        shutil.rmtree(directory, ignore_errors=True)
+        _remove(directory)
         signal.signal(signal.SIGINT, before)
+
+
+def _remove(directory: str) -> None:
+    """Remove a tree, though a process that finishes its save may still write there for a while."""
+    deadline = time.monotonic() + _LATE_SECONDS
+    shutil.rmtree(directory, ignore_errors=True)
+    while os.path.exists(directory) and time.monotonic() < deadline:
+        time.sleep(0.1)
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 def filesystem_of(directory: str) -> str:

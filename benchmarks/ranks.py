@@ -100,9 +100,11 @@ def _start(
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // rank.world_size))
     size, number = str(rank.world_size), str(rank.rank)
     os.environ.update(RANK=number, LOCAL_RANK=number, WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)  # as launchers do
+    meeting = _meet(store, rank, timedelta(seconds=timeout_seconds))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(meeting.port))
     dist.init_process_group(
         "gloo",
-        store=_meet(store, rank, timedelta(seconds=timeout_seconds)),
+        store=meeting,
         rank=rank.rank,
         world_size=rank.world_size,
         timeout=timedelta(seconds=timeout_seconds),

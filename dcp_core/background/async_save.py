@@ -85,7 +85,7 @@ class AsyncSaveRecipe:
             offers_plans=self._meeting is None,
         )  # fmt: skip
         self._carrier: Carrier | None = None
-        self._begun = ""
+        self._begun = ""  # the save that the carrier knows of
 
     def run(self, state: Mapping[Any, Any], *, failed: BaseException | None = None) -> AsyncSaveResponse:
         """Agree, stage, hand over.
@@ -111,6 +111,7 @@ class AsyncSaveRecipe:
             return self._start_without_channel(state, failed, self._meeting)
         try:
             front.agree(self.exchange, lambda: self._prepare(state), failed)
+            self._expected()
             known = self._plan_on_this_thread()
         except BaseException:
             if self._begun and self._carrier is not None:
@@ -184,6 +185,11 @@ class AsyncSaveRecipe:
         assert carrier is not None, "chosen before ranks agree"
         self._begun = save_id
         return carrier.begin(save_id, rank, with_mailbox=self._needs_mailbox)
+
+    def _expected(self) -> None:
+        carrier, self._begun = self._carrier, self._front.ticket.save_id
+        assert carrier is not None, "chosen before ranks agree"
+        carrier.expect(self._begun, self._seat)
 
     # -- what will be written -------------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from dcp_core.background.peers import abandon, begin, channel_to_peers
 from dcp_core.background.persist import persist
 from dcp_core.background.process import BackgroundProcess
 from dcp_core.background.service import BackgroundService
-from dcp_core.background.task import PersistResult, PersistTask
+from dcp_core.background.task import PersistResult, PersistTask, Seat
 from dcp_core.background.writer_spec import WriterSpec
 from dcp_core.errors import CoordinationError, DcpError, RankFailedError
 from dcp_core.execution.interfaces import StorageWriter
@@ -37,8 +37,12 @@ class Carrier(Protocol):
         """Announce the save, as `StorageWriter.begin_checkpoint` does, and make its mailbox."""
         ...
 
+    def expect(self, save_id: str, seat: Seat) -> None:
+        """Say that the save is agreed on: should this process end before it hands over, the other ranks are told."""
+        ...
+
     def abandon(self, save_id: str) -> None:
-        """Take back what `begin` did, for a save that comes to nothing."""
+        """Take back what `begin` and `expect` did, for a save that comes to nothing."""
         ...
 
     def hand_over(self, task: PersistTask) -> Callable[[], PersistResult]:
@@ -80,8 +84,15 @@ class ProcessCarrier:
         suffix: str = self._process.request(message).result()["suffix"]
         return suffix
 
+    def expect(self, save_id: str, seat: Seat) -> None:
+        """Say that the save is agreed on."""
+        self._process.request({
+            "do": "expect", "save_id": save_id, "seat": seat.to_plain(), "writer": self._spec.to_plain(),
+            "channel": self._channel,
+        })  # fmt: skip
+
     def abandon(self, save_id: str) -> None:
-        """Take back what `begin` did."""
+        """Take back what `begin` and `expect` did."""
         with suppress(DcpError):
             self._process.request({"do": "abandon", "save_id": save_id}).result()
 
@@ -130,6 +141,9 @@ class ThreadCarrier:
     def begin(self, save_id: str, rank: int | None, *, with_mailbox: bool) -> str:
         """Announce the save."""
         return begin(self._writer, save_id, rank, with_mailbox=with_mailbox)
+
+    def expect(self, save_id: str, seat: Seat) -> None:
+        """Nobody is left to tell the others where this process ends: they wait for their deadlines."""
 
     def abandon(self, save_id: str) -> None:
         """Take back what `begin` did."""

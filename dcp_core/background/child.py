@@ -44,6 +44,9 @@ class Handler(Protocol):
     def cancel(self, save_id: Any, /) -> bool:
         """Stop a save if it can be stopped still, on another thread; whether it will."""
 
+    def leave(self) -> None:
+        """Told that the trainer is gone and all its requests are served."""
+
 
 class BackgroundMain:
     """One background process, seen from within.
@@ -74,6 +77,7 @@ class BackgroundMain:
         finally:
             self._work.put(None)
             worker.join()
+            self._handler.leave()
 
     def _take_next(self) -> bool:
         """Take one message; whether there was one. Nothing of it stays here."""

@@ -15,7 +15,7 @@ from dcp_core.background.service import InFlight
 from dcp_core.background.settle import outcome_after_death
 from dcp_core.background.task import PersistResult, Seat
 from dcp_core.background.writer_spec import WriterSpec
-from dcp_core.errors import DcpError
+from dcp_core.errors import DcpError, SaveCancelledError
 from dcp_core.execution.interfaces import StorageWriter
 from dcp_core.formats.metadata_file import EncodedBody
 from dcp_core.metadata import Metadata
@@ -52,7 +52,8 @@ class Completion:
         try:
             metadata = self._conclude()
         except BaseException as error:
-            _log.error("save %s failed: %s", future.save_id, error)
+            level = logging.INFO if isinstance(error, SaveCancelledError) else logging.ERROR
+            _log.log(level, "save %s failed: %s", future.save_id, error)
             future.set_exception(error)
             return
         try:

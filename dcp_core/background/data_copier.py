@@ -10,8 +10,8 @@ import logging
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from dcp_core.errors import ArgumentError, DcpError, RankFailedError
-from dcp_core.formats.objects import encode_value
+from dcp_core.errors import ArgumentError, DcpError, RankFailedError, UntrustedObjectError
+from dcp_core.formats.objects import decode_value, encode_value
 from dcp_core.plugins import staging_copier
 from dcp_core.recipes.job import ObjectEncoding
 
@@ -21,6 +21,7 @@ _Copier = TypeVar("_Copier", bound=Callable[[Any], Any])
 
 _COPIERS: dict[type, Callable[[Any], Any]] = {}
 _named: set[type] = set()
+_CONTAINERS = frozenset({dict, list, tuple, set, frozenset})
 
 
 class DataCopier:
@@ -58,11 +59,36 @@ class DataCopier:
 
 
 class StagingEncoding(ObjectEncoding):
-    """The objects codec of asynchronous saves."""
+    """The objects codec of one asynchronous save. What has a copier counts as what that makes of it."""
+
+    def __init__(self) -> None:
+        self._copies: dict[int, tuple[object, object]] = {}  # with the values, so that no other object has their ids
+
+    def digest(self, value: Any) -> int:
+        """Equal for equal values, or copies."""
+        return super().digest(self._copy(value))
+
+    def needs_pickle(self, value: Any) -> bool:
+        """Whether the value, or its copy, has no exact encoding."""
+        return super().needs_pickle(self._copy(value))
+
+    def _copy(self, value: Any, path: str = "") -> Any:
+        """What stands for a value that would be pickled but for copiers, made once; other values as they are."""
+        found = self._copies.get(id(value))
+        if found is None:
+            has_copier = _copier_of(type(value)) is not None
+            if not (has_copier or (_COPIERS and type(value) in _CONTAINERS)) or not super().needs_pickle(value):
+                return value
+            copied = _Copies(path).replace(value) if has_copier else _with_copies_inside(value, path)
+            found = self._copies[id(value)] = value, copied
+        return found[1]
 
     def encode(self, value: Any, path: str) -> bytes:
         """Encode a value exactly; what would be pickled is copied by its type's copier, where it has one."""
-        return encode_value(value, path=path, replace=_Copies(path).replace)
+        copies = _Copies(path)
+        copied = self._copy(value, path)
+        copies.keep(copied)
+        return encode_value(copied, path=path, replace=copies.replace)
 
 
 class _Copies:
@@ -71,6 +97,10 @@ class _Copies:
     def __init__(self, path: str) -> None:
         self._path = path
         self._made: dict[int, object] = {}  # alive, so that no other object has its id
+
+    def keep(self, copied: object) -> None:
+        """Take note of a copy that was made before."""
+        self._made[id(copied)] = copied
 
     def replace(self, value: object) -> object:
         """The copy of a value; the value itself if it is such a copy, or if there is no copier."""
@@ -90,6 +120,14 @@ class _Copies:
             ) from error
         self._made[id(copied)] = copied
         return copied
+
+
+def _with_copies_inside(value: Any, path: str) -> Any:
+    """A container with copies in the place of what has copiers; itself where something else in it needs pickle."""
+    try:
+        return decode_value(encode_value(value, path=path, replace=_Copies(path).replace), name=path)
+    except UntrustedObjectError:
+        return value
 
 
 def _copier_of(kind: type) -> Callable[[Any], Any] | None:

@@ -146,8 +146,9 @@ class _Host:
             if kind != "hello" or call != meeting.call or nonce in self._answered:
                 continue
             if 0 < rank < meeting.world_size:
-                self._folder.put(meeting.name("welcome", rank, nonce), self._save_id)
-                self._answered.add(nonce)
+                with contextlib.suppress(FileNotFoundError):  # removed a moment ago: the rank will ask again
+                    self._folder.put(meeting.name("welcome", rank, nonce), self._save_id)
+                    self._answered.add(nonce)
 
     def arrived(self, rank: int) -> None:
         """Stop when the last rank has come."""

@@ -12,7 +12,7 @@ from dcp_core.adapter import KeyValueChannel, drain
 from dcp_core.background.cancellation import Cancellation
 from dcp_core.background.joining import Meeting, join_without_channel
 from dcp_core.background.mailbox import Mailbox
-from dcp_core.background.task import PersistTask
+from dcp_core.background.task import PersistTask, Seat
 from dcp_core.errors import ArgumentError
 from dcp_core.execution.interfaces import MailboxFolder, StorageWriter
 from dcp_core.recipes.committed import committed_metadata
@@ -36,6 +36,24 @@ def mailbox_folder(writer: StorageWriter, save_id: str) -> MailboxFolder:
     if folder is None:
         raise ArgumentError(NO_MAILBOX.format(writer=type(writer).__name__))
     return folder
+
+
+def mailbox_of(
+    board: KeyValueChannel | None,
+    writer: StorageWriter,
+    seat: Seat,
+    save_id: str,
+    check: Callable[[], None] | None = None,
+) -> Mailbox:
+    """The mailbox of a save that is agreed on: on a board, or None: in files next to the checkpoint's."""
+    return Mailbox(
+        mailbox_folder(writer, save_id) if board is None else board,
+        seat.rank,
+        seat.world_size,
+        key=save_id,
+        is_committed=lambda: is_committed(writer, save_id),
+        check=check,
+    )
 
 
 @contextmanager
@@ -69,14 +87,7 @@ def channel_to_peers(
             check=check,
         )
     else:
-        mailbox = Mailbox(
-            mailbox_folder(writer, save_id) if board is None else board,
-            seat.rank,
-            seat.world_size,
-            key=save_id,
-            is_committed=lambda: is_committed(writer, save_id),
-            check=check,
-        )
+        mailbox = mailbox_of(board, writer, seat, save_id, check)
     committed = False
     try:
         yield mailbox

@@ -12,13 +12,14 @@ from typing import Any
 from dcp_core.adapter import ChannelSpec, KeyValueChannel
 from dcp_core.background.arena import Buffers
 from dcp_core.background.cancellation import Cancellation
-from dcp_core.background.peers import abandon, begin, channel_to_peers
+from dcp_core.background.peers import abandon, begin, channel_to_peers, mailbox_of
 from dcp_core.background.persist import persist
-from dcp_core.background.task import PersistResult, PersistTask
+from dcp_core.background.task import PersistResult, PersistTask, Seat
 from dcp_core.background.writer_spec import WriterSpec
-from dcp_core.errors import CoordinationError
+from dcp_core.errors import CoordinationError, RankFailedError
 from dcp_core.execution.interfaces import StorageWriter
 from dcp_core.log import set_rank
+from dcp_core.recipes.save_back import abort_quietly
 
 _FINISHED_KEPT = 64
 
@@ -35,6 +36,7 @@ class Persister:
         self._segments = segments
         self._notify = notify
         self._begun: dict[str, StorageWriter] = {}
+        self._expected: dict[str, Mapping[str, Any]] = {}
         self._channels: dict[str, KeyValueChannel] = {}
         self._cancellations: dict[str, Cancellation] = {}
         self._finished: deque[str] = deque(maxlen=_FINISHED_KEPT)
@@ -48,8 +50,8 @@ class Persister:
             DcpError: What went wrong.
         """
         serve = {
-            "writer": self._check_writer, "join": self._join, "begin": self._begin, "abandon": self._abandon,
-            "persist": self._persist,
+            "writer": self._check_writer, "join": self._join, "begin": self._begin, "expect": self._expect,
+            "abandon": self._abandon, "persist": self._persist,
         }.get(what)  # fmt: skip
         if serve is None:
             raise CoordinationError(f"the background process does not know the request {what!r}")
@@ -61,6 +63,24 @@ class Persister:
             if save_id in self._finished:
                 return False
             return self._cancellations.setdefault(save_id, Cancellation()).cancel()
+
+    def leave(self) -> None:
+        """The trainer is gone: tell the other ranks of saves that it had agreed on and never handed over."""
+        for save_id, message in self._expected.items():
+            with suppress(Exception):
+                begun, seat = self._begun.get(save_id), Seat(*message["seat"])
+                if seat.needs_channel:
+                    board = None if message["channel"] is None else self._channel(message["channel"])
+                    text = f"the process of rank {seat.rank} ended before it had handed over what it saves"
+                    mailbox = mailbox_of(board, begun or _writer_of(message), seat, save_id)
+                    mailbox.post_abort(seat.rank, RankFailedError(text))
+                if begun is not None:
+                    abort_quietly(begun)
+
+    def _expect(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Take note of a save that is agreed on, until it is handed over."""
+        self._expected[message["save_id"]] = message
+        return {}
 
     def _check_writer(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
         WriterSpec.from_plain(message["writer"]).make()
@@ -85,6 +105,7 @@ class Persister:
         return {"suffix": suffix}
 
     def _abandon(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
+        self._expected.pop(message["save_id"], None)
         writer = self._begun.pop(message["save_id"], None)
         if writer is not None:
             abandon(writer, message["save_id"])
@@ -94,6 +115,7 @@ class Persister:
         task = PersistTask.from_plain(message["task"])
         set_rank(task.seat.global_rank)
         save_id = task.ticket.save_id
+        self._expected.pop(save_id, None)
         writer = self._begun.pop(save_id, None) or _writer_of(message)
         with self._lock:
             cancellation = self._cancellations.setdefault(save_id, Cancellation())

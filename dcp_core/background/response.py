@@ -9,6 +9,8 @@ from concurrent.futures import Future
 from dcp_core.errors import DcpError, RankFailedError, SaveCancelledError
 from dcp_core.metadata import Metadata
 
+NOT_BEGUN = "\nThis save has not begun; await persist_completion of each, or call wait_all(), and save again"
+
 
 class SaveFuture(Future[Metadata]):
     """The outcome of a save; knows whether somebody has seen it fail.
@@ -46,8 +48,12 @@ class SaveFuture(Future[Metadata]):
         """Say that the caller was told already that this save fails."""
         self._is_seen = True
 
-    def unseen_failure(self) -> DcpError | None:
-        """The failure that nobody has seen, for the next save to raise, once; None where there is none."""
+    def unseen_failure(self, remedy: str = NOT_BEGUN) -> DcpError | None:
+        """The failure that nobody has seen, for somebody to raise, once; None where there is none.
+
+        Args:
+            remedy: What to say besides; by default, what concerns the next save.
+        """
         if not self.done() or self._is_seen:
             return None
         error = super().exception()
@@ -57,8 +63,7 @@ class SaveFuture(Future[Metadata]):
         kind = type(error) if isinstance(error, DcpError) else RankFailedError
         text = str(error) if isinstance(error, DcpError) else f"{type(error).__name__}: {error}"
         failure = kind(
-            f"an earlier asynchronous save (id {self.save_id}) failed and nobody awaited it: {text}\n"
-            "This save has not begun; await persist_completion of each, or call wait_all(), and save again",
+            f"an earlier asynchronous save (id {self.save_id}) failed and nobody awaited it: {text}{remedy}",
             error.causes if isinstance(error, DcpError) else (),
         )
         failure.__cause__ = error

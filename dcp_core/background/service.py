@@ -143,14 +143,17 @@ def wait_all(timeout: float | None = None) -> None:
 
     Raises:
         TimeoutError: One takes longer; it goes on.
+        CoordinationError: Called in a callback.
         DcpError: The last one failed, and nobody has seen it yet.
     """
     latest = service().latest
     if latest is None:
         return
+    if threading.current_thread() is latest.thread and not latest.future.done():
+        raise CoordinationError("a callback runs while its save is in flight still, so it cannot wait for it")
     done, _ = concurrent.futures.wait([latest.future], timeout)
     if not done:
         raise TimeoutError(f"save {latest.future.save_id} still goes on after {timeout} s")
-    failure = latest.future.unseen_failure()
+    failure = latest.future.unseen_failure("")
     if failure is not None:
         raise failure

@@ -9,8 +9,7 @@ import time
 from contextlib import suppress
 
 from dcp_core.adapter import ChannelSpec
-from dcp_core.background.mailbox import Mailbox
-from dcp_core.background.peers import is_committed, mailbox_folder
+from dcp_core.background.peers import is_committed, mailbox_of
 from dcp_core.background.task import Seat
 from dcp_core.errors import DcpError, InDoubtError
 from dcp_core.execution.interfaces import StorageWriter
@@ -67,11 +66,8 @@ def _post(death: DcpError, seat: Seat, save_id: str, writer: StorageWriter, chan
     if not seat.needs_channel:
         return
     with suppress(Exception):
-        board = mailbox_folder(writer, save_id) if channel is None else channel.open()
-        mailbox = Mailbox(
-            board, seat.rank, seat.world_size, key=save_id, is_committed=lambda: is_committed(writer, save_id)
-        )  # fmt: skip
-        mailbox.post_abort(seat.rank, death)
+        board = None if channel is None else channel.open()
+        mailbox_of(board, writer, seat, save_id).post_abort(seat.rank, death)
 
 
 def _has_ended(writer: StorageWriter, save_id: str) -> bool:

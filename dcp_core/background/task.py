@@ -98,6 +98,10 @@ class Seat:
             options.timeout_seconds, options.durable, options.library,
         )  # fmt: skip
 
+    def to_plain(self) -> tuple[Any, ...]:
+        """As plain values."""
+        return tuple(getattr(self, name) for name in Seat.__slots__)
+
     @property
     def needs_channel(self) -> bool:
         """Whether ranks have to agree."""
@@ -152,9 +156,8 @@ class PersistTask:
 
     def to_plain(self) -> dict[str, Any]:
         """As plain values."""
-        seat = self.seat
         return {
-            "seat": tuple(getattr(seat, name) for name in Seat.__slots__),
+            "seat": self.seat.to_plain(),
             "ticket": self.ticket.to_bytes(),
             "table": self.table,
             "nesting": self.nesting,

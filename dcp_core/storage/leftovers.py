@@ -122,7 +122,7 @@ def _sweep(storage: Storage, opening: Opening, files_of: FilesOf) -> None:
     if removable:
         named = _all_named(storage, opening.rank, files_of)
         remove_quietly(storage, [name for name in removable if named is not None and name not in named])
-    _remove_mailboxes(storage, opening, names, dead, now_seconds)
+    _remove_mailboxes(storage, names, dead, now_seconds)
 
 
 def _now(storage: Storage, opening: Opening) -> float:
@@ -202,9 +202,7 @@ def _all_named(storage: Storage, rank: int | None, files_of: FilesOf) -> frozens
     return named
 
 
-def _remove_mailboxes(
-    storage: Storage, opening: Opening, names: Iterable[str], dead: frozenset[str], now_seconds: float
-) -> None:
+def _remove_mailboxes(storage: Storage, names: Iterable[str], dead: frozenset[str], now_seconds: float) -> None:
     """Remove the mailboxes of saves that have ended, and the place where ranks meet when nobody is there.
 
     One without an intent record may be older than its record: ranks that must meet first make it before. Whoever
@@ -212,7 +210,7 @@ def _remove_mailboxes(
     """
     for name in names:
         match = _MAILBOX.fullmatch(name)
-        if match is None or match[1] == opening.save_id:
+        if match is None:
             continue
         if match[1] in dead or (_is_expired(storage, name, now_seconds) and not _has_save(storage, match[1])):
             try:

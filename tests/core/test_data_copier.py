@@ -168,10 +168,20 @@ def test_only_types_can_be_registered() -> None:
 def test_in_all_else_the_codec_is_that_of_a_save_that_waits() -> None:
     DataCopier.register(Base)(lambda value: 1)
     ours, plain = StagingEncoding(), ObjectEncoding()
-    for value in ({"a": {1, 2}}, Base(1), [Base(2)]):
+    for value in ({"a": {1, 2}}, Other(), [Other()], 5):
         assert ours.digest(value) == plain.digest(value)
         assert ours.needs_pickle(value) == plain.needs_pickle(value)
     assert ours.decode(ours.encode({1}, ""), "") == {1}
+
+
+def test_a_value_with_a_copier_counts_as_its_copy_when_ranks_compare_values() -> None:
+    DataCopier.register(Base)(lambda value: {"content": value.content})
+    ours, plain = StagingEncoding(), ObjectEncoding()
+    for value, copy in ((Base(1), {"content": 1}), ([Base(2), 3], [{"content": 2}, 3])):
+        assert ours.digest(value) == plain.digest(copy)
+        assert not ours.needs_pickle(value)
+        assert ours.encode(value, "a") == plain.encode(copy, "a")
+    assert ours.digest(Base(1)) != ours.digest(Base(2))
 
 
 def test_planners_encode_with_it_what_is_staged() -> None:
