@@ -67,7 +67,9 @@ def _post(death: DcpError, seat: Seat, save_id: str, writer: StorageWriter, chan
         return
     with suppress(Exception):
         board = None if channel is None else channel.open()
-        mailbox_of(board, writer, seat, save_id).post_abort(seat.rank, death)
+        mailbox = mailbox_of(board, writer, seat, save_id)
+        mailbox.post_abort(seat.rank, death)
+        mailbox.close(committed=False)
 
 
 def _has_ended(writer: StorageWriter, save_id: str) -> bool:

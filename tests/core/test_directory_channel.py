@@ -14,6 +14,7 @@ from dcp_core.coordination import directory
 from dcp_core.coordination.directory import DirectoryChannel
 from dcp_core.errors import CoordinationError
 from dcp_core.testing.ranks import RankContext, run_ranks
+from tests.core.virtual_clock import VirtualClock
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -166,3 +167,128 @@ def pass_on(context: RankContext) -> bytes:
 
 def test_messages_cross_processes() -> None:
     assert run_ranks(pass_on, 4, timeout_seconds=30) == [b"0", b"01", b"012", b"0123"]
+
+
+def test_a_stale_handle_does_not_lose_a_message(tmp_path: Path, monkeypatch: Any) -> None:
+    channel = DirectoryChannel(tmp_path)
+    real_replace, failures = os.replace, [errno.ESTALE] * 3
+
+    def stale(source: str, target: str) -> None:
+        if failures:
+            raise OSError(failures.pop(), "stale file handle", target)
+        real_replace(source, target)
+
+    monkeypatch.setattr(os, "replace", stale)
+    channel.put("a", b"there")
+    assert failures == []
+    assert {name: (tmp_path / name).read_bytes() for name in os.listdir(tmp_path)} == {"a": b"there"}
+    failures.extend([errno.ESTALE] * 100)
+    with pytest.raises(OSError, match="stale"):
+        channel.put("b", b"x")
+    assert len(failures) > 50
+    assert os.listdir(tmp_path) == ["a"]
+
+
+def test_the_directory_is_made_when_it_is_asked_for(tmp_path: Path) -> None:
+    channel = DirectoryChannel(tmp_path / "mailbox", make=False)
+    assert os.listdir(tmp_path) == []
+    assert channel.names() is None
+    with pytest.raises(FileNotFoundError):
+        channel.put("a", b"x")
+    channel.prepare()
+    channel.prepare()
+    channel.put("a", b"x")
+    assert channel.names() == frozenset({"a"})
+    with pytest.raises(FileNotFoundError):
+        DirectoryChannel(tmp_path / "absent" / "mailbox", make=False).prepare()
+
+
+@pytest.mark.parametrize("kind", ["file", "link", "dangling link"])
+def test_something_else_in_the_place_of_the_directory_is_refused(tmp_path: Path, kind: str) -> None:
+    place, kept = tmp_path / "mailbox", tmp_path / "kept"
+    kept.mkdir()
+    (kept / "a").write_bytes(b"of somebody else")
+    if kind == "file":
+        place.write_bytes(b"x")
+    else:
+        place.symlink_to(kept if kind == "link" else tmp_path / "absent")
+    channel = DirectoryChannel(place, make=False)
+    with pytest.raises(FileExistsError):
+        channel.prepare()
+    with pytest.raises(NotADirectoryError):
+        channel.remove()
+    assert os.path.lexists(place)
+    assert os.listdir(kept) == ["a"]
+    assert sorted(os.listdir(tmp_path)) == ["kept", "mailbox"]
+
+
+def test_names_are_the_messages_listed_as_recently_as_is_asked(tmp_path: Path) -> None:
+    channel, other = DirectoryChannel(tmp_path), DirectoryChannel(tmp_path)
+    (tmp_path / f".{'0' * 16}.tmp").write_bytes(b"not finished")
+    other.put("a", b"")
+    assert channel.names() == frozenset({"a"})
+    other.put("b", b"")
+    assert channel.names(3600) == frozenset({"a"})
+    assert channel.names() == frozenset({"a", "b"})
+    other.remove()
+    assert channel.names(3600) == frozenset({"a", "b"})
+    assert channel.names() is None
+
+
+def test_removing_takes_messages_and_unfinished_ones_and_nothing_else(tmp_path: Path) -> None:
+    channel = DirectoryChannel(tmp_path / "mailbox")
+    channel.remove()
+    channel.remove()
+    assert os.listdir(tmp_path) == []
+    channel.prepare()
+    channel.put("a", b"x")
+    (tmp_path / "mailbox" / f".{'0' * 16}.tmp").write_bytes(b"not finished")
+    (tmp_path / "kept").write_bytes(b"x")
+    (tmp_path / "mailbox" / "link").symlink_to(tmp_path / "kept")
+    channel.remove()
+    assert os.listdir(tmp_path) == ["kept"]
+    channel.prepare()
+    channel.put("a", b"x")
+    (tmp_path / "mailbox" / "a_strangers_file").write_bytes(b"x")
+    with pytest.raises(OSError, match="not empty"):
+        channel.remove()
+    assert os.listdir(channel.path) == ["a_strangers_file"]
+
+
+def test_removing_only_what_is_empty_leaves_messages(tmp_path: Path) -> None:
+    channel = DirectoryChannel(tmp_path / "mailbox")
+    channel.put("a", b"x")
+    channel.remove(only_if_empty=True)
+    assert channel.wait("a", 0) == b"x"
+    channel.delete("a")
+    channel.remove(only_if_empty=True)
+    channel.remove(only_if_empty=True)
+    assert os.listdir(tmp_path) == []
+
+
+def test_removing_goes_on_where_somebody_posts_at_the_same_moment(tmp_path: Path, monkeypatch: Any) -> None:
+    channel, busy = DirectoryChannel(tmp_path / "mailbox"), DirectoryChannel(tmp_path / "mailbox")
+    real_rmdir, posts = os.rmdir, ["a", "b", "c"]
+
+    def post_before(path: str) -> None:
+        if posts:
+            busy.put(posts.pop(), b"x")
+        real_rmdir(path)
+
+    monkeypatch.setattr(os, "rmdir", post_before)
+    channel.remove()
+    assert posts == []
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_long_wait_touches_the_directory_now_and_then(tmp_path: Path, monkeypatch: Any) -> None:
+    clock = VirtualClock().rule(monkeypatch, directory)
+    channel = DirectoryChannel(tmp_path / "mailbox")
+    os.utime(channel.path, (0, 0))
+    assert channel.wait("a", 10) is None
+    assert os.stat(channel.path).st_mtime == 0
+    assert channel.wait("a", 10) is None
+    assert os.stat(channel.path).st_mtime > 0
+    os.rmdir(channel.path)
+    assert channel.wait("a", 60) is None
+    assert clock.now == pytest.approx(1080, abs=1)
