@@ -66,11 +66,18 @@ class StagingEncoding(ObjectEncoding):
 
     def digest(self, value: Any) -> int:
         """Equal for equal values, or copies."""
-        return super().digest(self._copy(value))
+        return super().digest(self._stand_in(value))
 
     def needs_pickle(self, value: Any) -> bool:
         """Whether the value, or its copy, has no exact encoding."""
-        return super().needs_pickle(self._copy(value))
+        return super().needs_pickle(self._stand_in(value))
+
+    def _stand_in(self, value: Any) -> Any:
+        """What a value counts as. A copier that raises is left to `encode`, which knows the key."""
+        try:
+            return self._copy(value)
+        except DcpError:
+            return value
 
     def _copy(self, value: Any, path: str = "") -> Any:
         """What stands for a value that would be pickled but for copiers, made once; other values as they are."""
@@ -79,7 +86,10 @@ class StagingEncoding(ObjectEncoding):
             has_copier = _copier_of(type(value)) is not None
             if not (has_copier or (_COPIERS and type(value) in _CONTAINERS)) or not super().needs_pickle(value):
                 return value
-            copied = _Copies(path).replace(value) if has_copier else _with_copies_inside(value, path)
+            copies = _Copies(path)
+            copied = copies.replace(value) if has_copier else value
+            if not has_copier or super().needs_pickle(copied):
+                copied = _with_copies_inside(copied, path, copies)
             found = self._copies[id(value)] = value, copied
         return found[1]
 
@@ -87,7 +97,8 @@ class StagingEncoding(ObjectEncoding):
         """Encode a value exactly; what would be pickled is copied by its type's copier, where it has one."""
         copies = _Copies(path)
         copied = self._copy(value, path)
-        copies.keep(copied)
+        if copied is not value:
+            copies.keep(copied)
         return encode_value(copied, path=path, replace=copies.replace)
 
 
@@ -122,10 +133,10 @@ class _Copies:
         return copied
 
 
-def _with_copies_inside(value: Any, path: str) -> Any:
+def _with_copies_inside(value: Any, path: str, copies: _Copies) -> Any:
     """A container with copies in the place of what has copiers; itself where something else in it needs pickle."""
     try:
-        return decode_value(encode_value(value, path=path, replace=_Copies(path).replace), name=path)
+        return decode_value(encode_value(value, path=path, replace=copies.replace), name=path)
     except UntrustedObjectError:
         return value
 

@@ -1,0 +1,145 @@
+"""Save after save in the background: memory, threads, descriptors and processes stay as they were."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dcp_core.api import wait_all
+from dcp_core.testing.numpy_ranks import ShardedArray, even_boxes
+from dcp_core.testing.ranks import RankContext, run_ranks
+from tests.background_processes import children_of
+from tests.core.async_jobs import MODES, Mode, async_save, checkpoint_directory
+from tests.core.fault_jobs import Seat, checkpoint_names, names_in, same
+
+WORLD = 2
+_WARM_UP = 5
+_ROWS = 2048  # of 1,024 float32: 4 MiB a rank
+_MOST_GROWTH_NBYTES = 6 << 20
+_PAGE_NBYTES = os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.fixture
+def directory() -> Iterator[Path]:
+    with checkpoint_directory() as path:
+        yield path
+
+
+@dataclass(frozen=True)
+class Use:
+    """What a process uses.
+
+    Attributes:
+        resident_nbytes: Memory.
+        threads: How many.
+        descriptors: How many.
+    """
+
+    resident_nbytes: int
+    threads: int
+    descriptors: int
+
+    @classmethod
+    def of(cls, pid: int) -> Use:
+        place = Path(f"/proc/{pid}")
+        resident = int((place / "statm").read_text().split()[1]) * _PAGE_NBYTES
+        return cls(resident, len(os.listdir(place / "task")), len(os.listdir(place / "fd")))
+
+
+def _settled_use(pid: int) -> Use:
+    """What a process uses when nothing changes any more; threads of a save end a moment after its result is there."""
+    before = Use.of(pid)
+    for _ in range(100):
+        time.sleep(0.05)
+        now = Use.of(pid)
+        if (now.threads, now.descriptors) == (before.threads, before.descriptors):
+            break
+        before = now
+    return now
+
+
+def _give_memory_back() -> None:
+    """Free what only the allocator of this process holds: what it keeps differs from save to save."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+
+
+def _state(seat: Seat, tag: int) -> dict[str, Any]:
+    shape = (_ROWS, 1024)
+    whole = np.full(shape, tag, np.float32)
+    return {
+        "w": ShardedArray.cut(whole, even_boxes(shape, seat.world, seat.rank)),
+        "many": {f"p{number}": np.full(50, tag + number) for number in range(100)},
+        "history": list(range(tag)),
+        "text": "x" * tag,
+    }
+
+
+def _check(seat: Seat, tag: int, directory: Path, mode: Mode) -> None:
+    target = _state(seat, tag)
+    target["w"].arrays[0][...] = np.nan
+    for value in target["many"].values():
+        value[...] = -1
+    target |= {"history": [-1] * tag, "text": ""}
+    seat.load(target, checkpoint_id=directory, **mode.load)
+    assert same(target, _state(seat, tag)), tag
+
+
+def _save_often(
+    context: RankContext, directory: Path, mode_name: str, count: int, every: int
+) -> list[tuple[tuple[int, ...], Use, Use]]:
+    """Save over one checkpoint; what the trainer and its background process use after the warm-up and at the end."""
+    seat, mode = Seat.of(context), MODES[mode_name]
+    uses = []
+    for number in range(1, count + 1):
+        tag = 1 + number % 7
+        async_save(seat, _state(seat, tag), directory, **mode.save)
+        if number % every == 0 or number in (_WARM_UP, count):
+            wait_all()
+            seat.share()
+            _check(seat, tag, directory, mode)
+            seat.share()
+        if number in (_WARM_UP, count):
+            _give_memory_back()
+            pids = children_of(os.getpid())
+            uses.append((tuple(pids), _settled_use(os.getpid()), _settled_use(pids[0])))
+    if mode_name != "alone":
+        assert names_in(directory) == checkpoint_names(directory)
+    return uses
+
+
+def _check_flat(uses: list[tuple[tuple[int, ...], Use, Use]]) -> None:
+    (first_pids, *first), (last_pids, *last) = uses
+    assert first_pids == last_pids and len(last_pids) == 1, uses
+    for before, after in zip(first, last, strict=True):
+        assert after.threads <= before.threads, uses
+        assert after.descriptors <= before.descriptors, uses
+        assert after.resident_nbytes <= before.resident_nbytes + _MOST_GROWTH_NBYTES, uses
+
+
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize("mode", MODES)
+def test_twenty_saves_leave_memory_threads_descriptors_and_processes_flat(directory: Path, mode: str) -> None:
+    for uses in run_ranks(_save_often, WORLD, directory, mode, 20, 10, timeout_seconds=120):
+        _check_flat(uses)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("mode", MODES)
+def test_a_hundred_saves_each_of_them_checked_leave_everything_flat(
+    directory: Path, mode: str, request: pytest.FixtureRequest
+) -> None:
+    if "soak" not in request.config.getoption("markexpr"):
+        pytest.skip("takes long; `nox -s soak` runs it")
+    for uses in run_ranks(_save_often, WORLD, directory, mode, 100, 1, timeout_seconds=800):
+        _check_flat(uses)
