@@ -136,10 +136,19 @@ class _Host:
             self.close()
 
     def attend(self) -> None:
-        """Answer new hellos."""
+        """Answer new hellos.
+
+        Raises:
+            CoordinationError: The trainer is gone, and not all ranks have come.
+        """
         meeting = self._meeting
-        if self._is_closed or not meeting.is_wanted():
+        if self._is_closed:
             return
+        if not meeting.is_wanted():
+            raise CoordinationError(
+                f"the trainer of rank {COORDINATOR} ended before all ranks had come to call {meeting.call} of "
+                "async_save; there is no save"
+            )
         if self._folder.names() is None:  # another group left, and found nothing in it
             self._folder.prepare()
         for kind, call, rank, nonce, _ in self._files():

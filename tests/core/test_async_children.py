@@ -213,6 +213,21 @@ def test_background_processes_whose_trainers_are_killed_commit_and_end(
         assert names_in(directory) == checkpoint_names(directory)
 
 
+def _die_before_all_have_met(context: RankContext, directory: Path) -> None:
+    """The last rank never saves; the trainers of the others die while their processes still look for it."""
+    seat = Seat.of(context)
+    if seat.rank < WORLD - 1:
+        async_save(seat, state_of(seat.rank, WORLD, 1), directory, **MODES["no channel"].save)
+    seat.share()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_background_processes_that_wait_for_others_end_soon_after_their_trainers(directory: Path) -> None:
+    run_ranks(_die_before_all_have_met, WORLD, directory, return_exceptions=True)
+    wait_until(lambda: not background_processes(), "the end of the background processes")
+    assert ".metadata" not in names_in(directory)
+
+
 # -- forks ------------------------------------------------------------------------------------------------------------
 
 

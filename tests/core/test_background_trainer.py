@@ -155,7 +155,8 @@ def test_it_works_without_a_main_guard_from(kind: str, strange_directory: Path) 
     if kind == "directory gone":
         (strange_directory / "gone").mkdir()
         path = str(strange_directory / "handlers")
-        code = f"import os, sys; sys.path += [{path!r}, 'lost']; os.chdir('gone'); os.rmdir('../gone')\n{_ASKING}"
+        lose = f"sys.path += [{path!r}, 'lost']; os.chdir('gone'); os.rmdir('../gone')"
+        code = f"import os, sys, dcp_core.background.process; {lose}\n{_ASKING}"
     (strange_directory / "train.py").write_text(code)
     commands = {
         "script": ["train.py"],
