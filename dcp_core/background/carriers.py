@@ -6,6 +6,7 @@ In: a `PersistTask`. Out: a function that waits for its `PersistResult`. Both ru
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Protocol
@@ -101,6 +102,7 @@ class ProcessCarrier:
         shared = self._process.share(self._arena)
         message = {
             "do": "persist", "task": task.to_plain(), "writer": self._spec.to_plain(), "channel": self._channel,
+            "trainer": os.getpid(),
         }  # fmt: skip
         answer = self._process.request(message)
 

@@ -41,7 +41,7 @@ class Persister:
         self._cancellations: dict[str, Cancellation] = {}
         self._finished: deque[str] = deque(maxlen=_FINISHED_KEPT)
         self._lock = threading.Lock()
-        self._trainer = os.getppid()
+        self._trainer = 0
 
     def handle(self, what: str, message: Mapping[str, Any]) -> Mapping[str, Any]:
         """Serve one request, on the worker thread.
@@ -113,6 +113,7 @@ class Persister:
 
     def _persist(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
         task = PersistTask.from_plain(message["task"])
+        self._trainer = message["trainer"]  # it may have gone before this process could see it
         set_rank(task.seat.global_rank)
         save_id = task.ticket.save_id
         self._expected.pop(save_id, None)

@@ -149,6 +149,7 @@ def was_hit(call: Callable[[], object]) -> bool:
 def checkpoint_directory() -> Iterator[Path]:
     """Where a test's checkpoint goes; afterwards no background process of this test run is left."""
     mark()
-    with memory_directory() as path:
+    with memory_directory() as path, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DCP_BACKGROUND_LOG_DIR", str(path))  # those of killed processes stay
         yield path / "checkpoint"
         check_none_left()

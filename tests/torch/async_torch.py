@@ -11,6 +11,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch.distributed as dist
 from torch.distributed import FileStore  # type: ignore[attr-defined]  # torch lists no exports
 
@@ -53,9 +54,12 @@ MODES = {
 def no_process_left() -> Iterator[None]:
     """See that no background process of this test run is left afterwards."""
     mark()
-    yield
-    if not IS_LAUNCHED:
-        check_none_left()
+    with tempfile.TemporaryDirectory(prefix="logs-") as logs, pytest.MonkeyPatch.context() as patch:
+        if not IS_LAUNCHED:
+            patch.setenv("DCP_BACKGROUND_LOG_DIR", logs)  # those of killed processes stay
+        yield
+        if not IS_LAUNCHED:
+            check_none_left()
 
 
 def run_job(function: Callable[..., Any], world_size: int, *args: Any, **options: Any) -> list[Any]:
