@@ -41,6 +41,7 @@ class _Job:
 
     def __init__(self, default_group: Any) -> None:
         self.process = os.getpid()
+        self._process_now = os.getpid  # at the end of the interpreter `os` may be gone before this object
         self.groups: dict[tuple[int, ...], ProcessGroup] = {}
         self._default = weakref.ref(default_group, lambda _: self.leave())
         Finalize(self, self.leave, exitpriority=0)  # also in children of multiprocessing, which skip atexit
@@ -52,7 +53,7 @@ class _Job:
     def leave(self) -> None:
         """Let the others read what this process posted, then drop the store: it may live in this process."""
         groups, self.groups = self.groups, {}
-        if self.process != os.getpid():
+        if self.process != self._process_now():
             return
         for group in groups.values():
             if isinstance(group.channel, StoreChannel):
