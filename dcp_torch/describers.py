@@ -80,7 +80,7 @@ def _describe_simple(value: torch.Tensor, access: TensorAccess) -> LocalTensor |
     if value.layout is not torch.strided or not value.is_contiguous() or value.is_neg():
         return None
     device = _device_type(value.device)
-    if device == "meta" or has_note(value):
+    if device == "meta" or has_note(value) or value.untyped_storage().nbytes() < value.nbytes:
         return None
     whole = whole_shape(value.shape)
     view = value.detach() if value.requires_grad else value
@@ -148,6 +148,13 @@ def _check_memory(value: torch.Tensor) -> None:
         remedy = _LAYOUT_REMEDY.get(value.layout, "to_dense()")
         raise UnsupportedValueError(
             f"{what} has the layout {value.layout}; store {remedy}, or its indices and values as tensors of their own"
+        )
+    steps = sum([(size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True)])
+    needed = (value.storage_offset() + steps + 1) * value.itemsize if value.numel() else 0
+    if value.untyped_storage().nbytes() < needed:
+        raise UnsupportedValueError(
+            f"{what} needs {needed} bytes and its storage has {value.untyped_storage().nbytes()}: its memory was freed "
+            "(untyped_storage().resize_); bring it back before saving or loading"
         )
 
 

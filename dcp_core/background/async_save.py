@@ -137,7 +137,7 @@ class AsyncSaveRecipe:
         front = self._front
         self.writer.initialize_writer(self.options.checkpoint_id)
         mailbox_folder(self.writer, "0" * 32)
-        self._carrier = choose_carrier(self._service, self.writer, None)
+        self._carrier = choose_carrier(self._service, self.writer, None, self.options.timeout_seconds)
         front.ticket = Ticket(secrets.token_hex(16), "")
         payload, error = (None, failed) if failed is not None else attempt(lambda: self._prepare_alone(state))
         if error is None:
@@ -162,7 +162,7 @@ class AsyncSaveRecipe:
         payload = self._front.prepare(state)
         if self._needs_mailbox:
             mailbox_folder(self.writer, "0" * 32)
-        self._carrier = choose_carrier(self._service, self.writer, self._channel())
+        self._carrier = choose_carrier(self._service, self.writer, self._channel(), self.options.timeout_seconds)
         return payload
 
     @property
@@ -258,6 +258,7 @@ class AsyncSaveRecipe:
         )  # fmt: skip
         self._service.latest = flight
         flight.thread = threading.Thread(target=waiting.run, name=f"dcp-save-{save_id[:8]}")
+        flight.future.thread = flight.thread
         flight.thread.start()
         return AsyncSaveResponse(flight.future, lambda: carrier.cancel(save_id))
 

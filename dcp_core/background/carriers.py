@@ -5,6 +5,7 @@ In: a `PersistTask`. Out: a function that waits for its `PersistResult`. Both ru
 
 from __future__ import annotations
 
+import concurrent.futures
 import logging
 import os
 from collections.abc import Callable
@@ -20,13 +21,14 @@ from dcp_core.background.process import BackgroundProcess
 from dcp_core.background.service import BackgroundService
 from dcp_core.background.task import PersistResult, PersistTask, Seat
 from dcp_core.background.writer_spec import WriterSpec
-from dcp_core.errors import CoordinationError, DcpError, RankFailedError
+from dcp_core.errors import CoordinationError, CoordinationTimeoutError, DcpError, RankFailedError
 from dcp_core.execution.interfaces import StorageWriter
 
 LIGHT = "light"
 """The process that runs the core alone."""
 
 _OURS = "dcp_core."
+_CANCEL_SECONDS = 10.0
 _logger = logging.getLogger("dcp.background")
 _warned_of: set[str] = set()
 
@@ -68,12 +70,21 @@ class ProcessCarrier:
         arena: Where the trainer stages.
         spec: Makes the writer there.
         channel: How it reaches its peers; None: by a mailbox, or not at all.
+        timeout_seconds: How long to wait for an answer that the trainer waits for.
     """
 
-    def __init__(self, process: BackgroundProcess, arena: Arena, spec: WriterSpec, channel: ChannelSpec | None) -> None:
+    def __init__(
+        self,
+        process: BackgroundProcess,
+        arena: Arena,
+        spec: WriterSpec,
+        channel: ChannelSpec | None,
+        timeout_seconds: float,
+    ) -> None:
         self._process = process
         self._arena = arena
         self._spec = spec
+        self._timeout_seconds = timeout_seconds
         self._channel = None if channel is None else channel.to_plain()
 
     def begin(self, save_id: str, rank: int | None, *, with_mailbox: bool) -> str:
@@ -82,7 +93,11 @@ class ProcessCarrier:
             "do": "begin", "writer": self._spec.to_plain(), "save_id": save_id, "rank": rank,
             "with_mailbox": with_mailbox,
         }  # fmt: skip
-        suffix: str = self._process.request(message).result()["suffix"]
+        answer = self._process.request(message)
+        try:
+            suffix: str = answer.result(self._timeout_seconds)["suffix"]
+        except concurrent.futures.TimeoutError as error:
+            raise self._mute(f"began save {save_id}", self._timeout_seconds) from error
         return suffix
 
     def expect(self, save_id: str, seat: Seat) -> None:
@@ -94,8 +109,8 @@ class ProcessCarrier:
 
     def abandon(self, save_id: str) -> None:
         """Take back what `begin` and `expect` did."""
-        with suppress(DcpError):
-            self._process.request({"do": "abandon", "save_id": save_id}).result()
+        with suppress(DcpError, concurrent.futures.TimeoutError):
+            self._process.request({"do": "abandon", "save_id": save_id}).result(_CANCEL_SECONDS)
 
     def hand_over(self, task: PersistTask) -> Callable[[], PersistResult]:
         """Hand over."""
@@ -115,9 +130,18 @@ class ProcessCarrier:
     def cancel(self, save_id: str) -> bool:
         """Cancel the save."""
         try:
-            return bool(self._process.request({"do": "cancel", "save_id": save_id}).result()["cancelled"])
+            answer = self._process.request({"do": "cancel", "save_id": save_id})
+            return bool(answer.result(_CANCEL_SECONDS)["cancelled"])
+        except concurrent.futures.TimeoutError as error:
+            raise self._mute(f"was asked to cancel save {save_id}", _CANCEL_SECONDS) from error
         except RankFailedError:  # it died: the outcome says so
             return False
+
+    def _mute(self, what: str, seconds: float) -> CoordinationTimeoutError:
+        return CoordinationTimeoutError(
+            f"the background process {self._process.pid}, which {what}, has given no answer within {seconds:g} s: it "
+            "is stopped, or its storage hangs"
+        )
 
     @property
     def has_died(self) -> bool:
@@ -170,13 +194,16 @@ class ThreadCarrier:
         return False
 
 
-def choose_carrier(service: BackgroundService, writer: StorageWriter, channel: ChannelSpec | None) -> Carrier:
+def choose_carrier(
+    service: BackgroundService, writer: StorageWriter, channel: ChannelSpec | None, timeout_seconds: float
+) -> Carrier:
     """Find who carries out a save.
 
     Args:
         service: What this process has.
         writer: Where to; initialized.
         channel: How peers reach each other where that is not a mailbox; opened before this returns.
+        timeout_seconds: How long to wait for an answer that the trainer waits for.
 
     Raises:
         CoordinationError: The channel cannot be opened.
@@ -194,7 +221,7 @@ def choose_carrier(service: BackgroundService, writer: StorageWriter, channel: C
         return _on_a_thread(service, writer, channel, str(error))
     if channel is not None:
         process.request({"do": "join", "channel": channel.to_plain()}).result()
-    return ProcessCarrier(process, service.arena, spec, channel)
+    return ProcessCarrier(process, service.arena, spec, channel, timeout_seconds)
 
 
 def _on_a_thread(

@@ -54,7 +54,7 @@ class HostCopies:
             target: Same shape and dtype.
             source: Any strides; must stay as it is until the end of the context.
         """
-        if self._threads == 1 or target.nbytes <= PIECE_BYTES:
+        if self._threads <= 1 or target.nbytes <= PIECE_BYTES:
             np.copyto(target, source)
             return
         plain = np.asarray(source)  # subclasses index in ways of their own
@@ -69,12 +69,16 @@ class HostCopies:
     def _hand_over(self, target: Array, source: Array) -> None:
         while self._running and self._running[0].done():
             self._running.popleft().result()
-        if len(self._running) >= (1 + _PIECES_WAITING) * (self._threads - 1):
+        if self._threads <= 1 or len(self._running) >= (1 + _PIECES_WAITING) * (self._threads - 1):
             np.copyto(target, source)
             return
         if self._pool is None:
             self._pool = ThreadPoolExecutor(self._threads - 1, thread_name_prefix="dcp-stage")
-        self._running.append(self._pool.submit(np.copyto, target, source))
+        try:
+            self._running.append(self._pool.submit(np.copyto, target, source))
+        except RuntimeError:  # no thread can be started: none is left, or the interpreter ends
+            self._threads = 1
+            np.copyto(target, source)
 
     def __enter__(self) -> HostCopies:
         return self

@@ -10,6 +10,7 @@ import logging
 import os
 import subprocess
 import sys
+import sysconfig
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -129,7 +130,14 @@ def import_path(extra_paths: Sequence[str] = ()) -> list[str]:
     found = PathFinder.find_spec("dcp_core", path)
     if found is None or not found.origin or not _is_same_file(os.path.dirname(found.origin), here):
         path.insert(0, os.path.dirname(here))  # found by an import hook, which the process does not have
-    return path
+    return _standard_first(path)
+
+
+def _standard_first(path: Sequence[str]) -> list[str]:
+    """Move the standard library to the front: what stands before it may hide it, too late to concern the trainer."""
+    standard = {os.path.abspath(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib")}
+    standard |= {os.path.join(place, "lib-dynload") for place in standard}
+    return [*(entry for entry in path if entry in standard), *(entry for entry in path if entry not in standard)]
 
 
 def _absolute(entry: str) -> str | None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import concurrent.futures
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 
-from dcp_core.errors import DcpError, RankFailedError, SaveCancelledError
+from dcp_core.errors import CoordinationError, DcpError, RankFailedError, SaveCancelledError
 from dcp_core.metadata import Metadata
 
 NOT_BEGUN = "\nThis save has not begun; await persist_completion of each, or call wait_all(), and save again"
@@ -17,16 +18,21 @@ class SaveFuture(Future[Metadata]):
 
     Args:
         save_id: Of the save.
+
+    Attributes:
+        thread: Resolves it, once the callback has returned.
     """
 
     def __init__(self, save_id: str) -> None:
         super().__init__()
         self.save_id = save_id
         self._is_seen = False
+        self.thread: threading.Thread | None = None
         self.set_running_or_notify_cancel()
 
     def result(self, timeout: float | None = None) -> Metadata:
         """Wait for the outcome; a builtin `TimeoutError` leaves the save running."""
+        self._refuse_callback()
         try:
             return super().result(timeout)
         except concurrent.futures.TimeoutError as error:
@@ -40,9 +46,14 @@ class SaveFuture(Future[Metadata]):
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Wait for the outcome; gives the failure."""
+        self._refuse_callback()
         found = super().exception(timeout)
         self._is_seen = self._is_seen or found is not None
         return found
+
+    def _refuse_callback(self) -> None:
+        if threading.current_thread() is self.thread and not self.done():
+            raise CoordinationError("a callback runs while its save is in flight still, so it cannot wait for it")
 
     def mark_seen(self) -> None:
         """Say that the caller was told already that this save fails."""

@@ -104,19 +104,29 @@ def file_columns(results: Sequence[WriteResult]) -> FileColumns:
     )
 
 
+def _absolute(path: str) -> str:
+    try:
+        return os.path.abspath(path)
+    except FileNotFoundError as error:
+        raise ArgumentError(
+            f"checkpoint_id {path!r} is relative, and the working directory of this process is gone; pass an absolute "
+            "path"
+        ) from error
+
+
 class _Directory:
     """Which storage a writer or a reader works on."""
 
     def __init__(self, path: CheckpointId | None, storage: Storage | None) -> None:
         if path is not None and storage is not None:
             raise ArgumentError("a path and a storage were given; one of them says where the checkpoint is")
-        self._path = None if path is None else os.path.abspath(local_path(path))
+        self._path = None if path is None else _absolute(local_path(path))
         self._storage = storage if self._path is None else LocalStorage(self._path)
 
     def select(self, checkpoint_id: CheckpointId | None) -> None:
         """Turn to another checkpoint; None keeps the present one, but follows its links anew."""
         if checkpoint_id is not None:
-            self._path = os.path.abspath(local_path(checkpoint_id))
+            self._path = _absolute(local_path(checkpoint_id))
         if self._path is not None:
             operations = self._storage.operations if isinstance(self._storage, LocalStorage) else None
             self._storage = LocalStorage(self._path, operations)

@@ -111,7 +111,7 @@ def test_it_is_ready_soon_and_is_small(start: Callable[..., BackgroundProcess], 
     assert ticks / os.sysconf("SC_CLK_TCK") <= _READY_CPU_SECONDS
     assert _private_kib(process.pid) <= _PRIVATE_KIB
     maps = Path(f"/proc/{process.pid}/maps").read_text()
-    assert "numpy" in maps and not re.search("torch|mindspore", maps)
+    assert "numpy" in maps and not re.search("/site-packages/(torch|mindspore)/", maps)
 
 
 def test_it_knows_no_framework(shared_one: BackgroundProcess) -> None:
@@ -507,7 +507,7 @@ def test_that_it_is_dead_is_seen_before_its_messages_are_read(start: Callable[..
     def kill(message: Any) -> None:  # on the thread that reads
         seen.append(process.is_alive)
         os.kill(process.pid, signal.SIGKILL)
-        wait_until(lambda: not is_running(process.pid), "it is dead")
+        wait_until(lambda: not process.is_alive, "it is dead")  # its threads do not die all at once
         seen.append(process.is_alive)
 
     process = start(notify=kill)

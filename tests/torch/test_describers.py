@@ -336,3 +336,12 @@ def check_one_rank_describes(rank: TorchRank) -> None:
 
 def test_describing_needs_no_other_rank() -> None:
     run_gloo(check_one_rank_describes, 2)
+
+
+def test_a_tensor_whose_memory_was_freed_is_refused_as_it_would_be_read_out_of_bounds() -> None:
+    whole, part = torch.ones(10), torch.ones(20)[5:15]
+    for tensor in (whole, part, torch.nn.Parameter(torch.ones(4, 4)), torch.ones(3, 4).t()):
+        assert ADAPTER.describe(tensor) is not None
+        tensor.untyped_storage().resize_(0)
+        with pytest.raises(UnsupportedValueError, match="its memory was freed"):
+            ADAPTER.describe(tensor)
