@@ -291,3 +291,11 @@ def saved() -> Iterator[Path]:
 def test_a_load_needs_little_memory_beside_the_state(target: str, saved: Path) -> None:
     (rise,) = run_ranks(rise_of_torch_load, 1, str(saved), target)
     assert rise <= LIMIT_MIB
+
+
+def test_two_names_on_one_memory_are_filled_from_different_chunks_and_the_last_one_stays(tmp_path: Path) -> None:
+    saved = {name: torch.rand(40, 30) for name in "abc"}
+    dcp_torch.save(saved, checkpoint_id=tmp_path)
+    both = torch.zeros(40, 30)
+    dcp_torch.load({"a": both, "b": both, "c": torch.zeros(40, 30)}, checkpoint_id=tmp_path)
+    assert torch.equal(both, saved["b"])
