@@ -14,6 +14,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from dcp_core.background.service import service
+
 MARK = "DCP_TEST_RUN"
 END_SECONDS = 30.0
 """How long after the end of its trainer and of its work a background process may still be there."""
@@ -66,6 +68,13 @@ def wait_until(condition: Callable[[], object], what: str, seconds: float = END_
     while not condition():
         assert time.monotonic() < deadline, f"after {seconds:g} s still not: {what}"
         time.sleep(0.01)
+
+
+def end_own() -> None:
+    """End the background processes of this very process; they would stay as long as it does."""
+    current = service()
+    for kind in list(current.kinds):
+        current.dismiss(kind)
 
 
 def check_none_left() -> None:

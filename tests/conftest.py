@@ -1,12 +1,16 @@
 """What all tests rely on: Ctrl-C works, also where a shell started them in the background, which ignores it; and no
-test fails because the machine is busy.
+test fails because the machine is busy; what a test keeps in the background of its own process ends with the test.
 """
 
 from __future__ import annotations
 
 import signal
+from collections.abc import Iterator
 
+import pytest
 from hypothesis import settings
+
+from tests.background_processes import end_own
 
 
 def pytest_configure() -> None:
@@ -15,3 +19,10 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     settings.register_profile("unhurried", settings.default, deadline=None)
     settings.load_profile("unhurried")
+
+
+@pytest.fixture(autouse=True)
+def own_background_processes_end() -> Iterator[None]:
+    """A test that saves asynchronously in the process that runs the tests leaves nothing to the tests after it."""
+    yield
+    end_own()

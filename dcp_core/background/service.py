@@ -6,7 +6,7 @@ import concurrent.futures
 import os
 import threading
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -101,6 +101,11 @@ class BackgroundService:
         if found is None or not found.is_alive:
             found = self._processes[kind] = BackgroundProcess(notify=self._hear)
         return found
+
+    @property
+    def kinds(self) -> Collection[str]:
+        """The kinds of background processes that were started and not dismissed."""
+        return self._processes.keys()
 
     def dismiss(self, kind: str) -> None:
         """End a process; the next save that wants one gets another."""
