@@ -15,7 +15,7 @@ import numpy as np
 
 from dcp_core.dtype import ITEMSIZE
 from dcp_core.errors import PlanningError
-from dcp_core.metadata import Int32, MetadataIndex
+from dcp_core.metadata import Int32, Int64, MetadataIndex
 from dcp_core.planning.items import ItemType, ReadItem
 from dcp_core.planning.read_items import ReadColumns, Regions
 from dcp_core.planning.read_spans import AllSpans, ReadSpan, ReadSpans
@@ -100,6 +100,15 @@ class LoadPlan:
     def spans(self) -> ReadSpans:
         """The regions in the order of reading: file after file, each by byte offset."""
         return ReadSpans(self._spans, slice(0, len(self.reads)), share_memory=self.share_memory)
+
+    def spans_in_order(self, priority: Int64) -> ReadSpans:
+        """The regions in another order: those with a lower number first, equal ones as in `spans`.
+
+        Args:
+            priority: A number for each region. Shape (N,).
+        """
+        every = AllSpans(self._regions, priority)
+        return ReadSpans(every, slice(0, len(self.reads)), share_memory=self.share_memory)
 
     @cached_property
     def _regions(self) -> Regions:
