@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import overload
+from typing import TYPE_CHECKING, overload
 
 import numpy as np
 
@@ -20,6 +20,9 @@ from dcp_core.planning.items import ItemType, ReadItem
 from dcp_core.planning.read_items import ReadColumns, Regions
 from dcp_core.planning.read_spans import AllSpans, ReadSpan, ReadSpans
 from dcp_core.planning.wanted import Wanted, WantedBoxes, WantedObject
+
+if TYPE_CHECKING:
+    from dcp_core.planning.sharing import Sharing
 
 __all__ = ["LoadPlan", "PeerPlan", "ReadColumns", "ReadSpan", "Wanted", "WantedObject"]
 
@@ -56,7 +59,10 @@ class LoadPlan:
         objects: The objects to fetch.
         reads: Regions that fill the boxes, sorted by box.
         share_memory: Whether two targets are the same memory, so that the order of writing matters.
+        sharing: How reads are shared with other ranks; None where this rank reads everything itself.
     """
+
+    sharing: Sharing | None = None
 
     def __init__(
         self,
