@@ -96,9 +96,7 @@ def _span_in_box(offsets: Int64, sizes: Int64, extent: Int64) -> tuple[Int64, In
     return low, high
 
 
-def _narrowed(
-    plan: LoadPlan, reads: ReadColumns, run: Int64, runs: Runs, is_cut: Mask
-) -> tuple[ReadColumns, Int64]:
+def _narrowed(plan: LoadPlan, reads: ReadColumns, run: Int64, runs: Runs, is_cut: Mask) -> tuple[ReadColumns, Int64]:
     """Narrow regions that are cut to their runs, leave out what does not meet, name the readers."""
     source: Int32 = np.full(len(reads), OWN, dtype=np.int32)
     shared = run >= 0

@@ -126,7 +126,8 @@ def find_buffers(plan: LoadPlan, kinds: Sequence[str | None]) -> tuple[Buffers, 
     itemsize = ITEMSIZE[boxes.stored_dtype]
     slabs, _ = slabs_of(boxes.sizes[rows], itemsize[rows])
     nbytes = numel[rows] * itemsize[rows]
-    digest = _digests(traits, boxes.ndim[rows], [boxes.stored_names[r] for r in rows.tolist()], kind.tolist(), names)
+    used = traits.shape[1] - 2 * (boxes.offsets.shape[1] - boxes.ndim[rows])  # without padding
+    digest = _digests(traits, used, [boxes.stored_names[row] for row in rows.tolist()], kind.tolist(), names)
     return Buffers(rows, digest, nbytes, slabs, kind, names), int((filled * itemsize).sum() - nbytes.sum())
 
 
@@ -153,17 +154,16 @@ def _in_global_order(plan: LoadPlan, rows: Int64, kind: UInt8) -> tuple[Int64, I
     return order, np.column_stack([*(column[order] for column in rest), occurrence, extents]).astype("<i8")
 
 
-def _digests(traits: Int64, ndim: Int64, names: list[str], kind: list[int], kinds: tuple[str, ...]) -> UInt64:
-    """Digests of the buffers' identities: of their numbers without padding, then communicator and name."""
+def _digests(traits: Int64, used: Int64, names: list[str], kind: list[int], kinds: tuple[str, ...]) -> UInt64:
+    """Digests of identities: of the numbers that are used, then the communicator and the name."""
     width = traits.shape[1] * 8
     raw = memoryview(np.ascontiguousarray(traits).tobytes())
     prefixes = [name.encode() + b"\0" for name in kinds]
-    ends = width - 16 * (int(ndim.max()) - ndim if len(ndim) else ndim)
     digests = []
-    for row, (name, end, number) in enumerate(zip(names, ends.tolist(), kind, strict=True)):
+    for row, (name, count, number) in enumerate(zip(names, used.tolist(), kind, strict=True)):
         start = row * width
         text = prefixes[number] + name.encode("utf-8", "surrogatepass")
-        digests.append(xxhash.xxh3_128_digest(b"".join((raw[start : start + end], text))))
+        digests.append(xxhash.xxh3_128_digest(b"".join((raw[start : start + 8 * count], text))))
     return np.frombuffer(b"".join(digests), dtype="<u8").astype(np.uint64).reshape(-1, 2)
 
 

@@ -38,7 +38,7 @@ class Communicator:
 
 
 COMMUNICATORS: Mapping[str, Communicator] = {
-    "gloo": Communicator(1.6 * GIB, 3e-4, 0.01),
+    "gloo": Communicator(1.6 * GIB, 2e-4, 0.01),
     "mccl": Communicator(GIB / 32, 1e-3, 0.1),
 }
 """gloo: loses with 2 replicas on as many hosts and wins with 4, as published; a group costs about 10 ms. MindSpore's on
@@ -116,8 +116,9 @@ def worth_sharing(work: GroupWork, measured: Measured, batch_bytes: int) -> Verd
     rate = np.array([measured.broadcast_rate or cost.rate for cost in costs])
     operation = np.array([cost.operation_seconds for cost in costs])
     making = np.where(work.exists, 0.0, np.array([cost.group_seconds for cost in costs]))
-    batches = work.nbytes / max(batch_bytes, 1) + work.members  # every member has batches of its own
-    broadcasts = np.minimum(batches, work.buffers) + work.nbytes / BLOCK_BYTES
+    batches = np.minimum(work.nbytes / max(batch_bytes, 1) + work.members, work.buffers)  # each member has its own
+    blocks = work.nbytes / BLOCK_BYTES + work.buffers
+    broadcasts = np.where(work.nbytes < batch_bytes * work.buffers, batches, blocks)
     sending = work.nbytes / rate + broadcasts * np.ceil(np.log2(work.members)) * operation
     alone = work.nbytes / storage
     together = alone / work.hosts + sending
