@@ -150,7 +150,7 @@ class BroadcastGroup(Protocol):
         """Start to send a wire, or to receive into it. Several may be under way.
 
         Never raises for what goes wrong between ranks: the work does. After a failure nothing is started any more, and
-        later works fail at once.
+        later works fail at once; but what was under way may still write to its wire, until its time is up.
 
         Args:
             wire: Bytes, as many on all members.

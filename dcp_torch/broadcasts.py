@@ -25,8 +25,9 @@ from dcp_torch.mesh_groups import group_named, groups_of_meshes
 _FIRST_PAUSE_SECONDS = 0.00005
 _LONGEST_PAUSE_SECONDS = 0.001
 _GRACE_SECONDS = 1.0
-_END_SECONDS = 5.0
-_REMEDY = "look at the log of that rank; or load with broadcast_replicated_tensors=False: every rank reads for itself"
+_END_SECONDS = 1.0
+_END_PAUSE_SECONDS = 0.01
+_REMEDY = "see the logs of these ranks; or load with broadcast_replicated_tensors=False: every rank reads for itself"
 
 
 class TorchBroadcasts:
@@ -87,13 +88,21 @@ class TorchBroadcasts:
         Raises:
             CoordinationError: Members did not come in time, or the group could not be made.
         """
+        if self.rank not in ranks or list(ranks) != sorted(set(ranks)):
+            raise ArgumentError(
+                f"rank {self.rank} opens a group of the ranks {ranks}: they must ascend, this one in them"
+            )
         if token != self._token:
             self._forget_meetings()
             self._token = token
-        name = f"{self._prefix}/{token}/{device}"
-        meeting = Meeting(self._connected(), name, ranks, self.rank)
+        meeting = Meeting(self._connected(), f"{self._prefix}/{token}", device, ranks, self.rank)
         self._meetings.append(meeting)
-        communicator = self._find(ranks, given, device) or self._make(meeting, ranks, device, timeout_seconds)
+        try:
+            communicator = self._find(ranks, given, device) or self._make(meeting, ranks, device, timeout_seconds)
+        except CoordinationError as error:
+            with contextlib.suppress(RuntimeError):
+                meeting.give_up(_first_clause(error))
+            raise
         return TorchBroadcastGroup(communicator, meeting, timeout_seconds)
 
     def _find(self, ranks: tuple[int, ...], given: Any | None, device: str) -> Communicator | None:
@@ -101,7 +110,7 @@ class TorchBroadcasts:
             return None
         try:
             return given_communicator(group_named(given) if isinstance(given, str) else given, device)
-        except (RuntimeError, KeyError, ValueError) as error:
+        except (RuntimeError, KeyError, TypeError, ValueError) as error:
             raise CoordinationError(
                 f"rank {self.rank} does not have the group of ranks {_shown(ranks)} any more that it had when the load "
                 f"began ({error}); let no other thread destroy process groups while a load runs"
@@ -111,18 +120,18 @@ class TorchBroadcasts:
         backend = self.kind(device)
         if backend is None:
             raise CoordinationError(f"no backend of this job broadcasts tensors on {device!r}; {_REMEDY}")
-        missing = meeting.gather(timeout_seconds)
         what = f"rank {self.rank} could not make a {backend} group of ranks {_shown(ranks)}"
-        if missing:
-            raise CoordinationTimeoutError(
-                f"{what}: ranks {_shown(missing)} did not come within {timeout_seconds:g} s; {_REMEDY}"
-            )
         try:
-            return make_communicator(
-                backend, device, meeting.store, meeting.name, ranks, self.rank, max(timeout_seconds, 0.001)
-            )
+            missing = meeting.gather(timeout_seconds)
+            if not missing:
+                return make_communicator(
+                    backend, device, meeting.store, meeting.name, ranks, self.rank, timeout_seconds
+                )
         except RuntimeError as error:
             raise CoordinationError(f"{what}: {_reason(error)}; {_REMEDY}") from error
+        raise CoordinationTimeoutError(
+            f"{what}: ranks {_shown(missing)} did not come within {timeout_seconds:g} s; {_REMEDY}"
+        )
 
     def _forget_meetings(self) -> None:
         """Remove what this rank left in the store for an earlier load, which every rank has ended by now."""
@@ -189,7 +198,8 @@ class TorchBroadcastGroup:
             work = self._pending[0]
             self.fail(CoordinationError(f"{work.described}: the group was closed before"))
         if self.failure is None:
-            self._communicator.end(has_failed=False)
+            self.failure = CoordinationError(f"the group of ranks {_shown(self.ranks)} is closed on rank {self.rank}")
+            self._communicator.end()
         elif self._ending is not None:
             self._ending.join(_END_SECONDS)
 
@@ -209,6 +219,12 @@ class TorchBroadcastGroup:
             if reason:
                 self.fail(CoordinationError(f"{work.described}: {reason}; {_REMEDY}"))
 
+    def check(self, work: TorchBroadcastWork) -> None:
+        """Raise what went wrong in what torch says is completed; let the device's later operations wait for it."""
+        work.work.wait()
+        if not self._communicator.is_gloo and work.work.exception() is not None:  # others may not raise it above
+            raise RuntimeError(str(work.work.exception()))
+
     def moved(self, work: TorchBroadcastWork) -> None:
         """Note that a broadcast has ended well."""
         self._pending.remove(work)
@@ -223,19 +239,17 @@ class TorchBroadcastGroup:
         self.fail(failure)
 
     def fail(self, error: CoordinationError) -> None:
-        """Give the group up: end what is under way, tell the others, and destroy it if it was made.
-
-        Destroying a gloo group waits for the broadcasts that run, at most until their time is up: a thread does it.
-        """
+        """Give the group up: end what is under way, tell the others, and destroy it if it was made."""
         self.failure = error
         left: list[Any] = []
         for work in self._pending:
             left.append(work.give_up(error))
         self._pending = []
         with contextlib.suppress(RuntimeError):
-            self._meeting.fail(f"rank {self.rank} had failed before: {error.message.partition(';')[0]}")
+            self._meeting.fail(f"rank {self.rank} had failed before: {_first_clause(error)}")
+        most_seconds = 2 * self.timeout_seconds + _END_SECONDS
         self._ending = threading.Thread(
-            target=_end, args=(self._communicator, left), name="dcp-broadcast-end", daemon=True
+            target=_end, args=(self._communicator, left, most_seconds), name="dcp-broadcast-end", daemon=True
         )
         self._ending.start()
 
@@ -310,7 +324,7 @@ class TorchBroadcastWork:
 
     def _settle(self) -> None:
         try:
-            self.work.wait()  # raises what went wrong; on an accelerator, later operations wait for it from here on
+            self._group.check(self)
         except Exception as error:
             self._group.blame(self, error)
         else:
@@ -319,9 +333,25 @@ class TorchBroadcastWork:
             self._group.moved(self)
 
 
-def _end(communicator: Communicator, left: list[Any]) -> None:
-    communicator.end(has_failed=True)
+def _end(communicator: Communicator, left: list[Any], most_seconds: float) -> None:
+    """Destroy a group that has failed; runs in a thread.
+
+    To destroy a gloo group would block until the broadcasts that run have ended, at the latest when their time is up,
+    and a thread that is in there when the process ends brings it down. So they are waited for here.
+    """
+    communicator.abort()
+    deadline = time.monotonic() + most_seconds
+    while left and time.monotonic() < deadline:
+        left[:] = [work for work in left if work is not None and not work.is_completed()]
+        if left:
+            time.sleep(_END_PAUSE_SECONDS)
     left.clear()
+    communicator.end()
+
+
+def _first_clause(error: CoordinationError) -> str:
+    """An error without what to do about it."""
+    return error.message.partition(";")[0]
 
 
 def _sorted_ranks(key: Any) -> tuple[int, ...]:

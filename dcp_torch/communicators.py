@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 _GLOO = "gloo"
 _OWN_MARGIN_SECONDS = 60.0
+_CONNECT_SECONDS = 120.0
 
 
 class Communicator:
@@ -58,19 +59,18 @@ class Communicator:
             options.timeout = timedelta(seconds=timeout_seconds)
         return self._group.broadcast([wire], options)
 
-    def end(self, *, has_failed: bool) -> None:
-        """Destroy the group if it was made. With works under way that may last as long as they do.
+    def abort(self) -> None:
+        """End what is under way in a group that was made, where the backend can."""
+        if self.is_made and self._group is not None:
+            with contextlib.suppress(Exception):
+                self._group.abort()
 
-        Args:
-            has_failed: Not to wait for a peer that will not answer.
-        """
+    def end(self) -> None:
+        """Destroy the group if it was made. Blocks while broadcasts are under way."""
         group, self._group = self._group, None
-        if not self.is_made or group is None:
-            return
-        with contextlib.suppress(Exception):
-            if has_failed:
-                group.abort()
-            group.shutdown()
+        if self.is_made and group is not None:
+            with contextlib.suppress(Exception):
+                group.shutdown()
 
 
 def can_make(backend: str) -> bool:
@@ -109,13 +109,13 @@ def make_communicator(
         name: Of the group, in logs.
         ranks: Global ranks of the members.
         rank: Global rank of this one.
-        timeout_seconds: How long members may take to connect, and broadcasts.
+        timeout_seconds: How long a broadcast may take. All members are here, so that they connect within less.
 
     Raises:
         RuntimeError: The backend could not be made.
     """
     is_gloo = backend == _GLOO
-    seconds = timeout_seconds if is_gloo else 2 * timeout_seconds + _OWN_MARGIN_SECONDS
+    seconds = min(timeout_seconds, _CONNECT_SECONDS) if is_gloo else 2 * timeout_seconds + _OWN_MARGIN_SECONDS
     own = list(ranks).index(rank)
     made = _make_backend(backend, store, own, list(ranks), name, timedelta(seconds=seconds))
     group: Any = made

@@ -1,8 +1,8 @@
 """Where the members of one group of a load meet: names in the job's store.
 
 Members gather there before they make a group, since a backend that waits for a member which does not come cannot be
-interrupted, and does not say which one. And a member that gives the group up says so there: another one that waits for
-a third, which is still there, would learn of it only when its time is up.
+interrupted, and does not say which one. And a member that gives up says so there: others that wait for a third, which
+is still there, would learn of it only when their time is up.
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import xxhash
-from torch.distributed import DistNetworkError, PrefixStore  # type: ignore[attr-defined]  # no list of exports
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # torch lists no exports
 
 _FIRST_PAUSE_SECONDS = 0.0003
 _LONGEST_PAUSE_SECONDS = 0.02
 _LOOK_SECONDS = 0.5
 _LOOKS_A_SECOND = 4000
+_CHECKS_A_SECOND = 20_000
+_COUNT = "count"
 _FAILED = "failed"
 
 
@@ -26,19 +28,21 @@ class Meeting:
 
     Args:
         store: The job's, on a connection that nobody waits on.
-        prefix: Of the load, and of the type of device.
+        load: Prefix of the load.
+        device: What type of device the group is for.
         ranks: Global ranks of the members.
         rank: Global rank of this one.
     """
 
-    def __init__(self, store: Any, prefix: str, ranks: Sequence[int], rank: int) -> None:
+    def __init__(self, store: Any, load: str, device: str, ranks: Sequence[int], rank: int) -> None:
         self.ranks = tuple(ranks)
         self.rank = rank
-        self.name = f"{prefix}/{xxhash.xxh3_128_hexdigest(','.join(map(str, ranks)).encode())}"
+        self.name = f"{load}/{device}/{xxhash.xxh3_128_hexdigest(','.join(map(str, ranks)).encode())}"
         self.store = PrefixStore(f"{self.name}/backend", store)
         self._board: Any = PrefixStore(self.name, store)
+        self._board_of_all: Any = PrefixStore(load, store)
+        self._told: list[Any] = []
         self._has_gathered = False
-        self._has_failed = False
 
     @property
     def look_seconds(self) -> float:
@@ -48,37 +52,60 @@ class Meeting:
     def gather(self, timeout_seconds: float) -> tuple[int, ...]:
         """Wait for all members to be here; returns those that did not come in time.
 
+        Either every member finds all of them here, or none does that came late.
+
         Raises:
-            RuntimeError: The store failed.
+            RuntimeError: The store failed, or a rank of the load has given up.
         """
         self._has_gathered = True
-        self._board.set(_here(self.rank), b"")
-        names = [_here(rank) for rank in self.ranks]
-        began = time.monotonic()
-        while not self._board.check(names):
-            waited = time.monotonic() - began
-            if waited > timeout_seconds:
+        self._board.set(_here(self.rank), "")
+        came = self._board.add(_COUNT, 1)
+        shortest = max(_FIRST_PAUSE_SECONDS, len(self.ranks) / _CHECKS_A_SECOND)
+        longest = max(_LONGEST_PAUSE_SECONDS, shortest)
+        began = looked_at = time.monotonic()
+        while came < len(self.ranks):
+            now = time.monotonic()
+            reason = ""
+            if now - looked_at > self.look_seconds:
+                looked_at = now
+                reason = _read(self._board_of_all)
+            if (reason or now - began > timeout_seconds) and self._withdraw():
+                if reason:
+                    raise RuntimeError(reason)
                 return tuple(rank for rank in self.ranks if not self._board.check([_here(rank)]))
-            time.sleep(min(max(waited / 10, _FIRST_PAUSE_SECONDS), _LONGEST_PAUSE_SECONDS))
+            time.sleep(min(max((now - began) / 10, shortest), longest))
+            came = self._board.add(_COUNT, 0)
         return ()
 
-    def fail(self, reason: str) -> None:
-        """Tell the others that the group is of no use any more; what was told first stays.
+    def _withdraw(self) -> bool:
+        """Be counted no more, so that whoever comes later waits in vain; False if all have come meanwhile."""
+        if self._board.add(_COUNT, -1) < len(self.ranks) - 1:
+            return True
+        self._board.add(_COUNT, 1)
+        return False
+
+    def give_up(self, reason: str) -> None:
+        """Tell all ranks of the load that still gather, in whatever group.
 
         Raises:
             RuntimeError: The store failed.
         """
-        if not self._board.check([_FAILED]):
-            self._board.set(_FAILED, reason.encode())
-            self._has_failed = True
+        self._tell(self._board_of_all, reason)
+
+    def fail(self, reason: str) -> None:
+        """Tell the other members that the group is of no use any more.
+
+        Raises:
+            RuntimeError: The store failed.
+        """
+        self._tell(self._board, reason)
 
     def failure(self) -> str:
-        """What another member has told; nothing if none has. The job's store being gone is one, too."""
+        """What another member has told; nothing if none has. That the store does not answer is a failure, too."""
         try:
-            told: bytes = self._board.get(_FAILED) if self._board.check([_FAILED]) else b""
-        except DistNetworkError as error:
-            return f"the store of the job is gone: {' '.join(str(error).split())}"
-        return told.decode()
+            return _read(self._board)
+        except RuntimeError as error:
+            return f"the store of the job does not answer: {' '.join(str(error).split())}"
 
     def remove(self) -> None:
         """Remove what this rank left, once every member has ended the load.
@@ -91,9 +118,21 @@ class Meeting:
             own = self.ranks.index(self.rank)
             self.store.delete_key(f"0/{own}")  # of gloo: where it listens
             if own == 0:
+                self._board.delete_key(_COUNT)
                 self.store.delete_key("0")  # of NCCL and its like: the id of the communicator
-        if self._has_failed:
-            self._board.delete_key(_FAILED)
+        for board in self._told:
+            board.delete_key(_FAILED)
+
+    def _tell(self, board: Any, reason: str) -> None:
+        """Put a reason on a board; what was told first stays."""
+        if not board.check([_FAILED]):
+            board.set(_FAILED, reason)
+            self._told.append(board)
+
+
+def _read(board: Any) -> str:
+    told: bytes = board.get(_FAILED) if board.check([_FAILED]) else b""
+    return told.decode()
 
 
 def _here(rank: int) -> str:

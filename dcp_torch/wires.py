@@ -21,7 +21,7 @@ _PLAIN_NPU_FORMATS = frozenset({-1, 0, 1, 2, 30})  # undefined, NCHW, NHWC, ND, 
 
 def wire_of(view: torch.Tensor) -> torch.Tensor | None:
     """A view's own memory as bytes; None where that is not contiguous, or is not the elements as they are."""
-    if not view.is_contiguous() or view.is_conj() or view.is_neg() or not _has_plain_format(view):
+    if not view.is_contiguous() or _is_lazy(view) or not _has_plain_format(view):
         return None
     with torch.inference_mode(view.is_inference()), torch.no_grad():
         return view.detach().view(-1).view(torch.uint8)
@@ -71,7 +71,7 @@ def _pairs(views: Sequence[torch.Tensor], wire: torch.Tensor) -> tuple[list[torc
         view = view.detach()
         nbytes = view.numel() * view.element_size()
         part = _typed(wire[at : at + nbytes], view)
-        if not (view.is_conj() or view.is_neg()):  # what is lazy is copied by value
+        if not _is_lazy(view):  # what is lazy is copied by value
             part, view = _as_bits(part), _as_bits(view)
         parts.append(part)
         found.append(view)
@@ -94,8 +94,14 @@ def _as_bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    if len(targets) > 1 and hasattr(torch, "_foreach_copy_"):
-        torch._foreach_copy_(targets, sources)
-        return
+    if len(targets) > 1 and hasattr(torch, "_foreach_copy_") and not any(map(_is_lazy, targets)):
+        with contextlib.suppress(NotImplementedError):  # of a device that lacks it
+            torch._foreach_copy_(targets, sources)
+            return
     for target, source in zip(targets, sources, strict=True):
         target.copy_(source)
+
+
+def _is_lazy(tensor: torch.Tensor) -> bool:
+    """Whether the memory holds the conjugate or the negative of the values."""
+    return tensor.is_conj() or tensor.is_neg()
