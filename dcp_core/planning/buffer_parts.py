@@ -61,6 +61,8 @@ def block_starts(first: int, last: int, sizes: tuple[int, ...], slab_numel: int,
 
     >>> block_starts(0, 12, (4, 3), 3, 6), block_starts(6, 12, (4, 3), 3, 2)
     (array([0, 6]), array([ 6,  8,  9, 11]))
+    >>> block_starts(0, 30, (10, 3), 6, 16)  # blocks of whole slabs
+    array([ 0, 12, 24])
     """
     if last - first <= block_numel:
         return np.array([first], dtype=np.int64)

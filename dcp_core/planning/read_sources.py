@@ -92,7 +92,7 @@ def _origins_of(classes: Classes, keys: Sequence[GroupKey]) -> list[tuple[Origin
 
     A group counts as given, or as existing by some name, when all its ranks say so.
     """
-    held = Counter(entry for frame in classes.frames for entry in set(frame.groups))
+    held = Counter(entry for frame in classes.frames for entry in frame.groups)
     names: dict[bytes, list[bytes]] = {}
     for blob, name in sorted(held):
         names.setdefault(blob, []).append(name)

@@ -116,19 +116,26 @@ def find_buffers(plan: LoadPlan, kinds: Sequence[str | None]) -> tuple[Buffers, 
     numel = np.prod(boxes.sizes, axis=1, dtype=np.int64)
     filled = np.zeros(len(boxes), dtype=np.int64)
     np.add.at(filled, plan.reads.wanted, np.prod(plan.reads.sizes, axis=1, dtype=np.int64))
-    is_served = np.fromiter((kind is not None for kind in kinds), dtype=np.bool_, count=len(boxes))
-    rows = np.flatnonzero(is_served & (numel > 0) & (filled == numel) & (not plan.share_memory))
-    names = tuple(sorted({kinds[row] or "" for row in rows.tolist()}))
-    number = {name: index for index, name in enumerate(names)}
-    kind = np.fromiter((number[kinds[row] or ""] for row in rows.tolist()), dtype=np.uint8, count=len(rows))
+    used = sorted({kind for kind in kinds if kind is not None})
+    number: dict[str | None, int] = {None: -1}
+    number.update({kind: index for index, kind in enumerate(used)})
+    served = np.fromiter(map(number.__getitem__, kinds), dtype=np.int64, count=len(boxes))
+    rows = np.flatnonzero((served >= 0) & (numel > 0) & (filled == numel) & (not plan.share_memory))
+    names, kind = _only_used(used, served[rows])
     order, traits = _in_global_order(plan, rows, kind)
     rows, kind = rows[order], kind[order]
     itemsize = ITEMSIZE[boxes.stored_dtype]
     slabs, _ = slabs_of(boxes.sizes[rows], itemsize[rows])
     nbytes = numel[rows] * itemsize[rows]
-    used = traits.shape[1] - 2 * (boxes.offsets.shape[1] - boxes.ndim[rows])  # without padding
-    digest = _digests(traits, used, [boxes.stored_names[row] for row in rows.tolist()], kind.tolist(), names)
+    length = traits.shape[1] - 2 * (boxes.offsets.shape[1] - boxes.ndim[rows])  # without padding
+    digest = _digests(traits, length, [boxes.stored_names[row] for row in rows.tolist()], kind.tolist(), names)
     return Buffers(rows, digest, nbytes, slabs, kind, names), int((filled * itemsize).sum() - nbytes.sum())
+
+
+def _only_used(kinds: Sequence[str], kind: Int64) -> tuple[tuple[str, ...], UInt8]:
+    """Leave out communicators of which nothing is left."""
+    used, index = np.unique(kind, return_inverse=True)
+    return tuple([kinds[number] for number in used.tolist()]), index.reshape(-1).astype(np.uint8)
 
 
 def _in_global_order(plan: LoadPlan, rows: Int64, kind: UInt8) -> tuple[Int64, Int64]:
@@ -154,13 +161,13 @@ def _in_global_order(plan: LoadPlan, rows: Int64, kind: UInt8) -> tuple[Int64, I
     return order, np.column_stack([*(column[order] for column in rest), occurrence, extents]).astype("<i8")
 
 
-def _digests(traits: Int64, used: Int64, names: list[str], kind: list[int], kinds: tuple[str, ...]) -> UInt64:
-    """Digests of identities: of the numbers that are used, then the communicator and the name."""
+def _digests(traits: Int64, length: Int64, names: list[str], kind: list[int], kinds: tuple[str, ...]) -> UInt64:
+    """Digests of identities: of the first numbers of each, then the communicator and the name."""
     width = traits.shape[1] * 8
     raw = memoryview(np.ascontiguousarray(traits).tobytes())
     prefixes = [name.encode() + b"\0" for name in kinds]
     digests = []
-    for row, (name, count, number) in enumerate(zip(names, used.tolist(), kind, strict=True)):
+    for row, (name, count, number) in enumerate(zip(names, length.tolist(), kind, strict=True)):
         start = row * width
         text = prefixes[number] + name.encode("utf-8", "surrogatepass")
         digests.append(xxhash.xxh3_128_digest(b"".join((raw[start : start + 8 * count], text))))

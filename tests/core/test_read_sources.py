@@ -188,6 +188,12 @@ def test_buffers_go_largest_first_to_the_member_with_the_fewest_bytes() -> None:
     assert [readers[f"w.{number}"] for number in range(6)] == [0, 1, 2, 2, 1, 0]
 
 
+def test_readers_of_equal_buffers_take_turns_in_the_order_in_which_buffers_are_sent() -> None:
+    wants = [whole(f"w.{number:02}", 1000, 1000, number=number) for number in range(12)]
+    told, _ = shared_by([wants] * 3)
+    assert told[0].reader.tolist() == [0, 1, 2] * 4
+
+
 def test_a_buffer_larger_than_a_share_is_cut_by_rows_between_its_members() -> None:
     told, plans = shared_by([[whole("big", 64000, 1024), *(whole(f"s.{n}", 64, number=n + 1) for n in range(3))]] * 4)
     big = pieces_of(told[0])[0]
@@ -200,12 +206,12 @@ def test_a_buffer_larger_than_a_share_is_cut_by_rows_between_its_members() -> No
 
 
 def test_one_group_with_more_bytes_than_others_is_no_reason_to_cut() -> None:
-    heavy = [whole(f"h.{number}", 1000, 1000, number=number) for number in range(40)]
+    heavy = [whole(f"h.{number}", 4000, 1000, number=number) for number in range(40)]
     light = [whole(f"l.{number}", 10, 1000, number=50 + number) for number in range(40)]
     told, plans = shared_by([heavy, heavy, *([light] * 6)])
     assert all((own.pieces == 1).all() for own in told)
     read = bytes_read(told, plans)
-    assert read[0] == read[1] == 40_000_000
+    assert read[0] == read[1] == 160_000_000
 
 
 def test_a_buffer_has_no_more_readers_than_are_worth_naming_and_no_piece_is_too_small() -> None:
@@ -393,6 +399,12 @@ def test_an_offer_takes_at_most_24_bytes_a_buffer_and_ranks_that_want_the_same_s
         assert first.wants == second.wants and first.rank != second.rank
 
 
+def test_communicators_of_what_is_not_shared_are_not_in_the_offer() -> None:
+    wants = [whole("w", 4, number=0), on(whole("e", 0, 3, number=1), "nccl")]
+    first, second = (parse_offer(encode_offer(offer_of(0, own)[1])) for own in (wants, wants[:1]))
+    assert first.wants == second.wants
+
+
 def test_answers_for_ranks_that_want_the_same_are_one_object() -> None:
     wants = [whole(f"w.{n}", 100, 100, number=n) for n in range(9)]
     offers = [encode_offer(offer_of(rank, wants)[1]) for rank in range(4)]
@@ -418,8 +430,15 @@ def test_an_answer_that_is_none_or_is_somebody_elses_is_refused() -> None:
     offered = [offer_of(rank, [whole("w", 8), whole("v", 8, number=1)])[1] for rank in (0, 1)]
     (answer, _) = assign_sources([encode_offer(offer) for offer in offered], EVERYTHING).answers
     other: Offer = offer_of(0, [whole("w", 8)])[1]
+    more: Offer = offer_of(0, [whole(name, 8, number=number) for number, name in enumerate("wvu")])[1]
     stranger = replace(offered[0], rank=7)
-    for bad, offer in ((answer, other), (answer, stranger), (answer[:-2], offered[0]), (b"?" * 99, offered[0])):
+    for bad, offer in (
+        (answer, other),
+        (answer, more),
+        (answer, stranger),
+        (answer[:-2], offered[0]),
+        (b"?" * 99, offered[0]),
+    ):
         with pytest.raises(CoordinationError, match="readers from the coordinator|plan column"):
             decode_sources(bad, offer)
 
@@ -471,3 +490,14 @@ def test_what_auto_does_not_share_is_booked_on_every_member() -> None:
     told = [decode_sources(answer, offer) for answer, (_, offer) in zip(sources.answers, offered, strict=True)]
     assert [len(own) for own in told] == [1, 1, 1, 1]
     assert {reader for own in told for reader in own.reader.tolist()} == {2}  # rank 3 reads something else
+
+
+def test_an_answer_for_300_buffers_stays_below_64_kibibytes_however_finely_they_are_cut() -> None:
+    rng = Random(3)
+    wants = [whole(f"w.{n}", rng.randint(200, 400), rng.randint(1, 2) * MEBI, number=n) for n in range(300)]
+    _, offer = offer_of(0, wants)
+    offers = [encode_offer(replace(offer, rank=3 * rank + rank % 2)) for rank in range(2048)]
+    answers = assign_sources(offers, EVERYTHING).answers
+    told = decode_sources(answers[0], offer)
+    assert told.pieces.sum() > 1500
+    assert len(answers[0]) <= 64 << 10

@@ -51,6 +51,10 @@ def test_gloo_loses_with_two_replicas_and_wins_with_four_as_published(hosts: int
     assert is_shared(group(hosts, hosts, 10)) is expected
 
 
+def test_ranks_on_one_host_read_what_the_host_has_read_already() -> None:
+    assert not is_shared(group(16, 2, 10))
+
+
 def test_an_accelerators_communicator_wins_with_two_hosts() -> None:
     assert is_shared(group(2, 2, 10, kind="nccl"))
     assert is_shared(group(2, 2, 10, kind="hccl"))
