@@ -8,6 +8,7 @@ whether the job has it or not.
 from __future__ import annotations
 
 import contextlib
+import re
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -124,9 +125,11 @@ class TorchBroadcasts:
         try:
             missing = meeting.gather(timeout_seconds)
             if not missing:
-                return make_communicator(
+                made = make_communicator(
                     backend, device, meeting.store, meeting.name, ranks, self.rank, timeout_seconds
                 )
+                meeting.ready()
+                return made
         except RuntimeError as error:
             raise CoordinationError(f"{what}: {_reason(error)}; {_REMEDY}") from error
         raise CoordinationTimeoutError(
@@ -199,6 +202,9 @@ class TorchBroadcastGroup:
             self.fail(CoordinationError(f"{work.described}: the group was closed before"))
         if self.failure is None:
             self.failure = CoordinationError(f"the group of ranks {_shown(self.ranks)} is closed on rank {self.rank}")
+            if self._communicator.is_made:
+                with contextlib.suppress(RuntimeError):
+                    self._meeting.await_ready(self.timeout_seconds)
             self._communicator.end()
         elif self._ending is not None:
             self._ending.join(_END_SECONDS)
@@ -233,8 +239,9 @@ class TorchBroadcastGroup:
     def blame(self, work: TorchBroadcastWork, error: Exception) -> None:
         """Give the group up for what a broadcast ended with."""
         reason = _reason(error)
-        kind = CoordinationTimeoutError if "imed out" in reason else CoordinationError
-        failure = kind(f"{work.described}: {reason}; {_REMEDY}")
+        kind = CoordinationTimeoutError if re.search("timed out|timeout", reason, re.I) else CoordinationError
+        told = self._meeting.failure()  # whoever failed first has told before it cut its connections
+        failure = kind(f"{work.described}: {reason}{told and f' ({told})'}; {_REMEDY}")
         failure.__cause__ = error
         self.fail(failure)
 
@@ -385,4 +392,4 @@ def _shown(ranks: Sequence[int]) -> str:
 def _reason(error: BaseException) -> str:
     """What a backend says, without where in its code, and without its advice."""
     text = " ".join(str(error).split()) or type(error).__name__
-    return text.split("] ", 1)[-1].split(". This is typically", 1)[0] if text.startswith("[/") else text
+    return re.sub(r"\[/[^]]*\] ", "", text).split(". This is typically", 1)[0]

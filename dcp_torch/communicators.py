@@ -93,8 +93,7 @@ def given_communicator(group: Any, device: str) -> Communicator | None:
 def backends_of(group: Any) -> dict[str, str]:
     """The name of the backend for each type of device that a group carries."""
     pairs = [pair.partition(":") for pair in dist.get_backend_config(group).split(",")]
-    carried = {device.type for device in group._device_types}
-    return {device: backend.lower() for device, _, backend in pairs if device in carried}
+    return {device: backend.lower() for device, _, backend in pairs}
 
 
 def make_communicator(

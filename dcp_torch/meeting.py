@@ -19,7 +19,9 @@ _LONGEST_PAUSE_SECONDS = 0.02
 _LOOK_SECONDS = 0.5
 _LOOKS_A_SECOND = 4000
 _CHECKS_A_SECOND = 20_000
+_SETTLE_SECONDS = 30.0
 _COUNT = "count"
+_READY = "ready"
 _FAILED = "failed"
 
 
@@ -84,6 +86,24 @@ class Meeting:
         self._board.add(_COUNT, 1)
         return False
 
+    def ready(self) -> None:
+        """Note that this member has made the group.
+
+        Raises:
+            RuntimeError: The store failed.
+        """
+        self._board.add(_READY, 1)
+
+    def await_ready(self, timeout_seconds: float) -> None:
+        """Wait a while for all members to have made the group: one that is left while it does so would fail.
+
+        Raises:
+            RuntimeError: The store failed.
+        """
+        deadline = time.monotonic() + min(timeout_seconds, _SETTLE_SECONDS)
+        while self._board.add(_READY, 0) < len(self.ranks) and time.monotonic() < deadline and not _read(self._board):
+            time.sleep(_LONGEST_PAUSE_SECONDS)
+
     def give_up(self, reason: str) -> None:
         """Tell all ranks of the load that still gather, in whatever group.
 
@@ -119,6 +139,7 @@ class Meeting:
             self.store.delete_key(f"0/{own}")  # of gloo: where it listens
             if own == 0:
                 self._board.delete_key(_COUNT)
+                self._board.delete_key(_READY)
                 self.store.delete_key("0")  # of NCCL and its like: the id of the communicator
         for board in self._told:
             board.delete_key(_FAILED)
