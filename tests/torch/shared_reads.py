@@ -14,7 +14,7 @@ import threading
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ import dcp_torch
 from dcp_core.execution.filesystem import FileSystemReader
 from dcp_core.storage.local import LocalStorage
 from dcp_core.storage.operations import FileOperations
-from dcp_torch.broadcasts import TorchBroadcastGroup, TorchBroadcasts
+from dcp_torch.broadcasts import TorchBroadcasts
 from tests.torch.states import bits_of, poison
 
 SECONDS = 30.0
@@ -143,44 +143,67 @@ class Seen:
 
     Attributes:
         opened: The groups, in the order in which they were opened.
+        in_flight: How many broadcasts have been started and not been waited for.
         most_in_flight: How many broadcasts were under way at most.
         sent: Bytes that this rank sent.
         sizes: Bytes of each broadcast that this rank took part in.
     """
 
-    opened: list[Opened]
-    most_in_flight: int
-    sent: int
-    sizes: list[int]
+    opened: list[Opened] = field(default_factory=list)
+    in_flight: int = 0
+    most_in_flight: int = 0
+    sent: int = 0
+    sizes: list[int] = field(default_factory=list)
+
+
+class _WatchedGroup:
+    """Stands before a group and notes what it carries."""
+
+    def __init__(self, group: Any, seen: Seen, rank: int) -> None:
+        self._group = group
+        self._seen = seen
+        self._rank = rank
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._group, name)
+
+    def broadcast(self, wire: Tensor, source: int) -> _WatchedWork:
+        seen = self._seen
+        seen.in_flight += 1
+        seen.most_in_flight = max(seen.most_in_flight, seen.in_flight)
+        seen.sizes.append(wire.numel())
+        seen.sent += wire.numel() if source == self._rank else 0
+        return _WatchedWork(self._group.broadcast(wire, source), seen)
+
+
+class _WatchedWork:
+    """Stands before a broadcast that was started."""
+
+    def __init__(self, work: Any, seen: Seen) -> None:
+        self.is_done = work.is_done
+        self._work = work
+        self._seen = seen
+
+    def wait(self) -> None:
+        self._seen.in_flight -= 1
+        self._work.wait()
 
 
 @contextmanager
 def watched() -> Iterator[Seen]:
     """See which groups are opened and what they carry."""
-    seen = Seen([], 0, 0, [])
-    pending: list[Any] = []
-    open_group, broadcast = TorchBroadcasts.open, TorchBroadcastGroup.broadcast
+    seen = Seen()
+    open_group = TorchBroadcasts.open
 
-    def open_watched(
-        self: TorchBroadcasts, ranks: tuple[int, ...], given: Any | None, *args: Any, **kwargs: Any
-    ) -> TorchBroadcastGroup:
+    def open_watched(self: TorchBroadcasts, ranks: tuple[int, ...], given: Any, *args: Any, **kwargs: Any) -> Any:
         how = "made" if given is None else "existing" if isinstance(given, str) else "given"
         seen.opened.append(Opened(ranks, how))
-        return open_group(self, ranks, given, *args, **kwargs)
-
-    def broadcast_watched(self: TorchBroadcastGroup, wire: Tensor, source: int) -> Any:
-        work = broadcast(self, wire, source)
-        pending[:] = [earlier for earlier in pending if not earlier._is_done]
-        pending.append(work)
-        seen.most_in_flight = max(seen.most_in_flight, len(pending))
-        seen.sizes.append(wire.numel())
-        seen.sent += wire.numel() if source == self.rank else 0
-        return work
+        return _WatchedGroup(open_group(self, ranks, given, *args, **kwargs), seen, self.rank)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TorchBroadcasts, "open", open_watched)
-        patch.setattr(TorchBroadcastGroup, "broadcast", broadcast_watched)
         yield seen
+    assert seen.in_flight == 0, "every broadcast that is started is waited for"
 
 
 def footprint() -> tuple[int, int, int]:
