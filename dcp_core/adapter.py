@@ -211,7 +211,8 @@ class Broadcasts(Protocol):
             given: From `given_groups`, or a name from `existing_groups`, on all members or on none. None, or a group
                 that cannot carry memory of this device: one is made, by its members alone.
             timeout_seconds: How long to wait for members to come, and later for a broadcast.
-            token: Names this load: the same on all its ranks, and never used before in the job.
+            token: Names this load: the same on all its ranks, and never used before in the job. With a new one, every
+                rank has ended the load before; what that left is removed.
             device: What type of device the buffers lie on.
 
         Raises:

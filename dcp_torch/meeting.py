@@ -45,6 +45,7 @@ class Meeting:
         self._board_of_all: Any = PrefixStore(load, store)
         self._told: list[Any] = []
         self._has_gathered = False
+        self._is_removed = False
 
     @property
     def look_seconds(self) -> float:
@@ -101,7 +102,9 @@ class Meeting:
             RuntimeError: The store failed.
         """
         deadline = time.monotonic() + min(timeout_seconds, _SETTLE_SECONDS)
-        while self._board.add(_READY, 0) < len(self.ranks) and time.monotonic() < deadline and not _read(self._board):
+        while not self._is_removed and self._board.add(_READY, 0) < len(self.ranks):
+            if time.monotonic() > deadline or _read(self._board):
+                return
             time.sleep(_LONGEST_PAUSE_SECONDS)
 
     def give_up(self, reason: str) -> None:
@@ -143,6 +146,7 @@ class Meeting:
                 self.store.delete_key("0")  # of NCCL and its like: the id of the communicator
         for board in self._told:
             board.delete_key(_FAILED)
+        self._is_removed = True
 
     def _tell(self, board: Any, reason: str) -> None:
         """Put a reason on a board; what was told first stays."""

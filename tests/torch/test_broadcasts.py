@@ -22,7 +22,8 @@ from dcp_core.errors import ArgumentError, CoordinationError, CoordinationTimeou
 from dcp_torch import broadcasts as broadcasts_module
 from dcp_torch import communicators, wires
 from dcp_torch.adapter import TorchAdapter
-from dcp_torch.broadcasts import TorchBroadcastGroup, TorchBroadcasts
+from dcp_torch.broadcast_group import TorchBroadcastGroup
+from dcp_torch.broadcasts import TorchBroadcasts
 from dcp_torch.communicators import Communicator
 from dcp_torch.elements import _OF_TORCH
 from dcp_torch.meeting import Meeting
