@@ -143,6 +143,7 @@ class Seen:
 
     Attributes:
         opened: The groups, in the order in which they were opened.
+        closed: The ranks of those that were closed, in that order.
         in_flight: How many broadcasts have been started and not been waited for.
         most_in_flight: How many broadcasts were under way at most.
         sent: Bytes that this rank sent.
@@ -150,6 +151,7 @@ class Seen:
     """
 
     opened: list[Opened] = field(default_factory=list)
+    closed: list[tuple[int, ...]] = field(default_factory=list)
     in_flight: int = 0
     most_in_flight: int = 0
     sent: int = 0
@@ -175,6 +177,10 @@ class _WatchedGroup:
         seen.sent += wire.numel() if source == self._rank else 0
         return _WatchedWork(self._group.broadcast(wire, source), seen)
 
+    def close(self) -> None:
+        self._seen.closed.append(self._group.ranks)
+        self._group.close()
+
 
 class _WatchedWork:
     """Stands before a broadcast that was started."""
@@ -191,7 +197,7 @@ class _WatchedWork:
 
 @contextmanager
 def watched() -> Iterator[Seen]:
-    """See which groups are opened and what they carry."""
+    """See which groups are opened and what they carry, and that they are closed in the same order."""
     seen = Seen()
     open_group = TorchBroadcasts.open
 
@@ -204,6 +210,7 @@ def watched() -> Iterator[Seen]:
         patch.setattr(TorchBroadcasts, "open", open_watched)
         yield seen
     assert seen.in_flight == 0, "every broadcast that is started is waited for"
+    assert seen.closed == [group.ranks for group in seen.opened]
 
 
 def footprint() -> tuple[int, int, int]:

@@ -117,7 +117,8 @@ def load_while_reads_fail(rank: TorchRank, directory: Path) -> tuple[list[Raised
             reader = reader_on(directory, operations)
             batch_bytes = (0, 6 * MIB)[failing % 2]
             state = poisoned(layout)
-            raised.append(outcome_of_load(state, None, storage_reader=reader, broadcast_batch_bytes=batch_bytes))
+            with watched():
+                raised.append(outcome_of_load(state, None, storage_reader=reader, broadcast_batch_bytes=batch_bytes))
             state = poisoned(layout)
             load(state, directory)
             wrong += wrong_in(state, layout)
