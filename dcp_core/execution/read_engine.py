@@ -94,8 +94,10 @@ class _ReadEngine:
         self._hulls = hulls_of(columns)
         self._target = target
         threads = min(usable_threads(), int(self._hulls.nbytes.sum()) // THREAD_BYTES)
+        self._batch_rows = BATCH_ROWS
         if getattr(spans, "share_memory", False):
             threads = 0  # of targets that share memory the last one wins, as it is read last
+            self._batch_rows = 1  # and each is checked before the next one is read over it
         scratch = memoryview(bytearray(read_ranges.GAP_BYTES))
         self._reader = TaskReader(scratch, lambda row: spans[row].item.storage_index.fqn, context.rank)
         self._crew = Crew(self._reader.carry_out, threads)
@@ -108,7 +110,7 @@ class _ReadEngine:
         edges = [0, *(np.flatnonzero(column[1:] != column[:-1]) + 1).tolist(), len(column)]
         for first, last in pairwise(edges):
             rows = self._rows_of(self._file(int(column[first])), first, last)
-            for start, stop in _batches(rows.hulls.nbytes):
+            for start, stop in _batches(rows.hulls.nbytes, self._batch_rows):
                 batch = rows.batch(start, stop, self._acquire(first + start, first + stop))
                 self._open.append(batch)
                 self._hand_in(batch)
@@ -229,11 +231,11 @@ def _plain_memory(nbytes: int) -> Any:
     return np.empty(nbytes, np.uint8)
 
 
-def _batches(nbytes: Int64) -> Iterator[tuple[int, int]]:
+def _batches(nbytes: Int64, most_rows: int) -> Iterator[tuple[int, int]]:
     """Cut rows into batches."""
     ends, first, done = np.cumsum(nbytes), 0, 0
     while first < len(nbytes):
         last = int(np.searchsorted(ends, done + BATCH_BYTES, side="right"))
-        last = min(max(last, first + 1), first + BATCH_ROWS, len(nbytes))
+        last = min(max(last, first + 1), first + most_rows, len(nbytes))
         yield first, last
         first, done = last, int(ends[last - 1])

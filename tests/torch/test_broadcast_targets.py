@@ -169,14 +169,14 @@ def load_into_shared_memory(rank: TorchRank, directory: Path) -> tuple[list[str]
     wrong = []
     tied = torch.zeros(40, 30)
     with watched() as seen:
-        load(state, directory, verify=False)
+        load(state, directory)
     counts = [len(seen.sizes)]
     plain = {**state, "a": both.clone(), "b": both.clone()}
     for name in ("b", "c") if rank.rank == 2 else ("a", "b", "c"):
         wrong += wrong_in(state, {name: Part((40, 30))})
     if rank.rank == 2:
         plain["a"] = plain["b"] = torch.zeros(40, 30)
-        load(plain, directory, use_collectives=False, verify=False)
+        load(plain, directory, use_collectives=False)
         wrong += [] if bits_of(plain["b"]) == bits_of(both) else ["not as alone"]
     with watched() as seen:  # two names of one stored tensor are no reason to read alone
         load({"d": tied, "e": tied}, directory)
