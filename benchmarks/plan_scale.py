@@ -5,7 +5,9 @@
 
 Each case runs in a process of its own, so that peak memory is the case's. Stages: decode and merge the ranks' tables,
 plan (replica sets, coverage, balance, layout), write lists, `.metadata`; then for one rank a ranged, checked open of
-all names, and its load plan under another layout.
+all names, and its load plan under another layout. Where shards are replicated, the readers of a load that shares them:
+once where the ranks of a replica set want the same (`read_sources`), once where every rank has one buffer of its own
+besides, so that no two lists are equal (`read_sources_distinct`).
 """
 
 from __future__ import annotations
@@ -135,7 +137,58 @@ def measure_ours(ranks: int, cut: str, replicas: int) -> Case:
     blob = assemble(body, columns, SaveRecord("0" * 32, ""), WriterRecord("bench", "none", "0", ranks))
     case.sizes["metadata_mb"] = len(blob) / 1e6
     _measure_load(case, blob, open_metadata, Metadata)
+    if replicas > 1:
+        _measure_read_sources(case)
     return case
+
+
+def _measure_read_sources(case: Case) -> None:
+    """The coordinator's part of a load in which each replicated shard is read once."""
+    from dcp_core.planning.read_sources import SharingOptions, assign_sources
+    from dcp_core.planning.shared_offers import Offer, encode_offer
+
+    for stage, is_distinct in (("read_sources", False), ("read_sources_distinct", True)):
+        offers = [
+            encode_offer(Offer(rank, f"host{rank // 8}", buffers_of(case, rank, is_distinct), 0, groups_of(case, rank)))
+            for rank in range(case.ranks)
+        ]
+        before = resident_peak()
+        with case.timed(stage):
+            sources = assign_sources(offers, SharingOptions(6 * MIB))
+        case.sizes[f"{stage}_offer_bytes"] = max(map(len, offers))
+        case.sizes[f"{stage}_answer_bytes"] = max(map(len, sources.answers))
+        case.sizes[f"{stage}_mib"] = (resident_peak() - before) / MIB
+
+
+def buffers_of(case: Case, rank: int, is_distinct: bool) -> Any:
+    """What one rank would share: its shard of every tensor."""
+    import xxhash
+
+    from dcp_core.planning.buffer_parts import slabs_of
+    from dcp_core.planning.shared_offers import Buffers
+
+    table = rank_table(case.cut, case.ranks, case.replicas, rank)
+    places = np.concatenate([np.arange(TENSORS)[:, None], table.offsets, table.sizes], axis=1)
+    if is_distinct:
+        places[-1, 0] += 1 + rank
+    digests = b"".join(xxhash.xxh3_128_digest(row.tobytes()) for row in places)
+    slabs, _ = slabs_of(table.sizes, np.full(TENSORS, 2))
+    return Buffers(
+        np.arange(TENSORS), np.frombuffer(digests, np.uint64).reshape(TENSORS, 2), table.sizes.prod(axis=1) * 2, slabs,
+        np.zeros(TENSORS, np.uint8), ("gloo",),
+    )  # fmt: skip
+
+
+def groups_of(case: Case, rank: int) -> Any:
+    """The groups that exist on one rank: of its replicas, and of its shards."""
+    from dcp_core.planning.rank_groups import GroupKey
+    from dcp_core.planning.shared_offers import HeldGroup
+
+    first, place = rank // case.replicas * case.replicas, rank % case.replicas
+    replicas, shards = range(first, first + case.replicas), range(place, case.ranks, case.replicas)
+    return HeldGroup(GroupKey(tuple(replicas), "gloo"), "replicas"), HeldGroup(
+        GroupKey(tuple(shards), "gloo"), "shards"
+    )
 
 
 def _measure_load(case: Case, blob: bytes, open_metadata: Callable[..., Any], metadata_type: type[Any]) -> None:

@@ -29,6 +29,7 @@ from torch.distributed import (  # type: ignore[attr-defined]  # torch lists no 
 
 from dcp_core.adapter import ProcessGroup
 from dcp_core.errors import ArgumentError, CoordinationError
+from dcp_torch.broadcasts import TorchBroadcasts
 from dcp_torch.remote_channel import innermost, leave_word
 from dcp_torch.store_channel import StoreChannel
 
@@ -81,7 +82,8 @@ def process_group(group: Any = None, *, with_channel: bool = True) -> ProcessGro
         if group is not None:
             raise ArgumentError("process_group was given, but torch.distributed is not initialized in this process")
         return ProcessGroup()
-    ranks = _ranks_of(_as_torch_group(group))
+    torch_group = _as_torch_group(group)
+    ranks = _ranks_of(torch_group)
     global_rank = dist.get_rank()
     if global_rank not in ranks:
         raise ArgumentError(f"rank {global_rank} is no member of the process group of ranks {_shown(ranks)}")
@@ -93,7 +95,7 @@ def process_group(group: Any = None, *, with_channel: bool = True) -> ProcessGro
         job = _current_job(distributed_c10d._get_default_group())
         found = job.groups.get(ranks)
         if found is None:
-            found = job.groups[ranks] = _join(ranks, global_rank)
+            found = job.groups[ranks] = _join(torch_group, ranks, global_rank)
         return found
 
 
@@ -132,7 +134,7 @@ def _current_job(default_group: Any) -> _Job:
     return _jobs[0]
 
 
-def _join(ranks: tuple[int, ...], global_rank: int) -> ProcessGroup:
+def _join(group: Any, ranks: tuple[int, ...], global_rank: int) -> ProcessGroup:
     digest = xxhash.xxh3_64_hexdigest(",".join(map(str, ranks)).encode())
     prefix = f"{_PREFIX}/{digest}"
     rank, world_size = ranks.index(global_rank), len(ranks)
@@ -147,7 +149,9 @@ def _join(ranks: tuple[int, ...], global_rank: int) -> ProcessGroup:
             f"rank {global_rank} cannot use the store of the job to talk to ranks {_shown(ranks)}: {error}"
         ) from error
     channel = StoreChannel(store, f"{prefix}/{key}", rank=rank, world_size=world_size)
-    return ProcessGroup(rank, world_size, global_rank, channel, key, remote)
+    groups = [distributed_c10d._get_default_group(), group]
+    broadcasts = TorchBroadcasts(store, f"{prefix}/{key}/broadcasts", global_rank, groups)
+    return ProcessGroup(rank, world_size, global_rank, channel, key, remote, broadcasts)
 
 
 def _agree_on_name(store: Any, rank: int) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from typing import Any
@@ -19,6 +19,7 @@ import numpy as np
 
 from dcp_core.coordination.directory import DirectoryChannel
 from dcp_core.errors import ArgumentError, DcpError, NotFoundError, StorageError
+from dcp_core.execution.broadcast import BroadcastWalker
 from dcp_core.execution.data_files import TensorFiles
 from dcp_core.execution.interfaces import (
     CheckpointId,
@@ -41,7 +42,10 @@ from dcp_core.execution.write_engine import write_files
 from dcp_core.file_names import MAILBOX_PREFIX, data_file_name
 from dcp_core.formats.metadata_file import assemble, file_names, open_bytes
 from dcp_core.metadata import FileColumns, Metadata, MetadataSource, StoredObject
-from dcp_core.planning.span_columns import columns_of
+from dcp_core.planning.load_plan import LoadPlan
+from dcp_core.planning.sharing import Sharing
+from dcp_core.planning.span_columns import PlannedRegion, columns_of
+from dcp_core.planning.standard_load import StandardLoadPlanner
 from dcp_core.storage.base import Storage, check_name
 from dcp_core.storage.commit import Opening, abort, begin, commit, heartbeat
 from dcp_core.storage.local import LocalStorage
@@ -287,6 +291,8 @@ class FileSystemReader(StorageReader):
         storage: A storage to use instead of `path`.
     """
 
+    shares_reads = True
+
     def __init__(self, path: CheckpointId | None = None, *, storage: Storage | None = None) -> None:
         self._directory = _Directory(path, storage)
         self._metadata: Metadata | None = None
@@ -333,13 +339,32 @@ class FileSystemReader(StorageReader):
         self,
         plan: PlannedRead,
         planner: ReadTarget,
-        broadcast_groups: Mapping[tuple[int, ...], Any] | None = None,
+        broadcast_groups: Mapping[Any, Any] | None = None,
         broadcast_batch_bytes: int = 0,
     ) -> None:
-        """Read what the plan says to where the planner says. Every rank reads for itself here."""
+        """Read what the plan says to where the planner says, and exchange what is shared with other ranks."""
+        sharing: Sharing | None = getattr(plan, "sharing", None)
+        if sharing is None:
+            self._read(plan.spans(), planner)
+            return
+        assert isinstance(planner, StandardLoadPlanner), "reads are shared for the standard planner only"
+        assert isinstance(plan, LoadPlan), "as sharing is"
+        walker = BroadcastWalker(sharing, plan.wanted, broadcast_groups or {}, planner.target_of)
+        try:
+            walker.advance(0)
+            self._read(sharing.own.spans, planner, walker.advance)
+        except BaseException:
+            with suppress(Exception):  # what stopped the reading comes first
+                walker.finish()
+            raise
+        walker.finish()
+
+    def _read(
+        self, spans: Sequence[PlannedRegion], planner: ReadTarget, progress: Callable[[int], None] | None = None
+    ) -> None:
         verify = self._context.verify is not False
         with self._reading() as source, self._tensor_files(source, verify=verify) as files:
-            read_tensors(files, self._context, plan.spans(), planner)
+            read_tensors(files, self._context, spans, planner, progress)
 
     @contextmanager
     def _reading(self) -> Iterator[MetadataSource]:

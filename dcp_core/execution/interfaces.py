@@ -326,7 +326,14 @@ class StorageWriter(ABC):
 
 
 class StorageReader(ABC):
-    """Gets a checkpoint out of storage. One instance serves many loads, one at a time."""
+    """Gets a checkpoint out of storage. One instance serves many loads, one at a time.
+
+    Attributes:
+        shares_reads: Whether `execute_read` heeds `LoadPlan.sharing`. Where it is False every rank reads all that it
+            wants.
+    """
+
+    shares_reads: bool = False
 
     @abstractmethod
     def initialize_reader(self, checkpoint_id: CheckpointId | None = None) -> None:
@@ -383,10 +390,16 @@ class StorageReader(ABC):
         self,
         plan: PlannedRead,
         planner: ReadTarget,
-        broadcast_groups: Mapping[tuple[int, ...], Any] | None = None,
+        broadcast_groups: Mapping[Any, Any] | None = None,
         broadcast_batch_bytes: int = 0,
     ) -> None:
         """Read what the plan says to where the planner says.
+
+        Args:
+            plan: All that this rank wants; its `sharing` says what other ranks read of it.
+            planner: Says where regions go.
+            broadcast_groups: The open groups that shared buffers travel in, by `planning.rank_groups.GroupKey`.
+            broadcast_batch_bytes: Buffers below this are sent together.
 
         Raises:
             IncompleteError: A file is missing or of another size; then no target has been touched.

@@ -9,7 +9,7 @@ into their places, many places a call; anything else comes through a few reused 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -41,7 +41,13 @@ THREAD_BYTES = 4 << 20
 """A thread is worth its start from so many bytes on."""
 
 
-def read_tensors(files: TensorFiles, context: ReadContext, spans: Sequence[PlannedRegion], target: ReadTarget) -> None:
+def read_tensors(
+    files: TensorFiles,
+    context: ReadContext,
+    spans: Sequence[PlannedRegion],
+    target: ReadTarget,
+    progress: Callable[[int], None] | None = None,
+) -> None:
     """Read regions.
 
     Args:
@@ -50,6 +56,7 @@ def read_tensors(files: TensorFiles, context: ReadContext, spans: Sequence[Plann
         spans: Regions, best file after file and by byte offset.
         target: Says where each belongs. Called on the calling thread only, in the order of the regions; several are
             acquired before the first of them is applied.
+        progress: Called now and then on the calling thread, with how many regions, from the first on, are in.
 
     Raises:
         IncompleteError: A file is missing or of another size; then no target has been touched.
@@ -61,7 +68,7 @@ def read_tensors(files: TensorFiles, context: ReadContext, spans: Sequence[Plann
         return
     columns = columns_of(spans)
     check_before_reading(files, spans, columns)
-    engine = _ReadEngine(files, context, spans, columns, target)
+    engine = _ReadEngine(files, context, spans, columns, target, progress)
     try:
         engine.run()
     finally:
@@ -76,7 +83,10 @@ class _ReadEngine:
         spans: Sequence[PlannedRegion],
         columns: SpanColumns,
         target: ReadTarget,
+        progress: Callable[[int], None] | None = None,
     ) -> None:
+        self._progress = progress
+        self._rows_in = 0
         self._files = files
         self._is_full = context.verify == "full"
         self._spans = spans
@@ -175,9 +185,12 @@ class _ReadEngine:
             first, last = batch.first_row, batch.first_row + len(batch.views)
             if hasattr(self._target, "apply_batch"):
                 self._target.apply_batch(self._spans[first:last], batch.views)
-                continue
-            for row, view in zip(range(first, last), batch.views, strict=True):
-                self._target.apply_tensor(self._spans[row].item, view)
+            else:
+                for row, view in zip(range(first, last), batch.views, strict=True):
+                    self._target.apply_tensor(self._spans[row].item, view)
+            self._rows_in = last
+        if self._progress is not None:
+            self._progress(self._rows_in)
 
 
 class _Rings:

@@ -34,6 +34,21 @@ class Cut:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class CutRule:
+    """When a replica set is cut, and how finely.
+
+    Attributes:
+        share: The bytes that a holder of each box should end with; a box that would lift it above is cut. Shape (U,).
+        smallest: No piece is smaller, bytes.
+        most: No box has more pieces.
+    """
+
+    share: npt.NDArray[np.float64]
+    smallest: int
+    most: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Assignment:
     """The outcome: for each unique box the position of its writer among its holders; and the cuts."""
 
@@ -42,18 +57,20 @@ class Assignment:
 
 
 def assign_writers(
-    holder: Int64, first: Int64, count: Int64, nbytes: Int64, rows: Int64, ranks: int, *, to_minimum_rank: bool = False
-) -> Assignment:
+    holder: Int64, first: Int64, count: Int64, nbytes: Int64, rows: Int64, ranks: int,
+    *, to_minimum_rank: bool = False, rule: CutRule | None = None,
+) -> Assignment:  # fmt: skip
     """Choose a writer for every unique box.
 
     Args:
-        holder: Holders of all boxes, box after box, ascending within a box. Values in [0, ranks).
+        holder: Holders of all boxes, ascending within a box; boxes may have theirs in common. Values in [0, ranks).
         first: Where each box's holders start. Shape (U,).
         count: How many they are, at least 1. Shape (U,).
         nbytes: Bytes of each box. Shape (U,).
         rows: Into how many slabs of whole rows the box can be cut. Shape (U,).
         ranks: Number of ranks.
         to_minimum_rank: Give every box to its lowest holder.
+        rule: When to cut; None: by a fair share of all bytes, into pieces that are not tiny.
 
     Returns:
         The assignment. The largest booking exceeds the mean by about 2 % at most, as far as the holders of the
@@ -72,7 +89,9 @@ def assign_writers(
     order = open_boxes[np.argsort(-nbytes[open_boxes], kind="stable")]
     if not len(order):
         return Assignment(writer, ())
-    cuts = _book_largest_first(writer, order, holder, first, count, nbytes, rows, booked, fair_share)
+    if rule is None:
+        rule = CutRule(np.full(len(first), fair_share), TINY_NBYTES, ranks)
+    cuts = _book_largest_first(writer, order, holder, first, count, nbytes, rows, booked, rule)
     return Assignment(writer, tuple(cuts))
 
 
@@ -91,25 +110,24 @@ def _kept_together(lowest: Int64, nbytes: Int64, fair_share: float) -> npt.NDArr
 
 def _book_largest_first(
     writer: Int64, order: Int64, holder: Int64, first: Int64, count: Int64, nbytes: Int64, rows: Int64,
-    booked: npt.NDArray[np.float64], fair_share: float,
+    booked: npt.NDArray[np.float64], rule: CutRule,
 ) -> list[Cut]:  # fmt: skip
     """Book the replica sets in order; fill in `writer`, return the cuts."""
     level: list[float] = booked.tolist()
-    limit = fair_share * _OVERSHOOT
     level_of = level.__getitem__
     cuts: list[Cut] = []
     chosen: list[int] = []
     holders_of = holder.tolist()
     columns = zip(
         order.tolist(), first[order].tolist(), count[order].tolist(), nbytes[order].tolist(), rows[order].tolist(),
-        strict=True,
+        (rule.share[order] * _OVERSHOOT).tolist(), strict=True,
     )  # fmt: skip
-    for box, start, held_by, size, box_rows in columns:
+    for box, start, held_by, size, box_rows, limit in columns:
         group = holders_of[start : start + held_by]
         best = min(group, key=level_of)
         position = group.index(best)
-        if level[best] + size > limit and size >= 2 * TINY_NBYTES and box_rows > 1:
-            cut = _share_out(box, group, [level[rank] for rank in group], size, box_rows)
+        if level[best] + size > limit and size >= 2 * rule.smallest and box_rows > 1:
+            cut = _share_out(box, group, [level[rank] for rank in group], size, box_rows, rule)
             if len(cut.holders) > 1:
                 cuts.append(cut)
                 for index, rows_from, rows_to in zip(cut.holders, cut.bounds, cut.bounds[1:], strict=False):
@@ -124,14 +142,14 @@ def _book_largest_first(
     return cuts
 
 
-def _share_out(box: int, group: list[int], levels: list[float], nbytes: int, rows: int) -> Cut:
+def _share_out(box: int, group: list[int], levels: list[float], nbytes: int, rows: int, rule: CutRule) -> Cut:
     """Cut a box by rows so that its least booked holders end at one level."""
     by_level = sorted(range(len(group)), key=lambda index: (levels[index], group[index]))
-    most = max(1, min(len(group), rows, nbytes // TINY_NBYTES))
+    most = max(1, min(len(group), rows, rule.most, nbytes // rule.smallest))
     total, sharing, target = 0.0, 0, 0.0
     for index in by_level[:most]:
         reached = (total + levels[index] + nbytes) / (sharing + 1)
-        if sharing and reached - levels[index] < TINY_NBYTES:
+        if sharing and reached - levels[index] < rule.smallest:
             break
         total, sharing, target = total + levels[index], sharing + 1, reached
     writers = sorted(by_level[:sharing])

@@ -9,17 +9,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import overload
+from typing import TYPE_CHECKING, overload
 
 import numpy as np
 
 from dcp_core.dtype import ITEMSIZE
 from dcp_core.errors import PlanningError
-from dcp_core.metadata import Int32, MetadataIndex
+from dcp_core.metadata import Int32, Int64, MetadataIndex
 from dcp_core.planning.items import ItemType, ReadItem
 from dcp_core.planning.read_items import ReadColumns, Regions
 from dcp_core.planning.read_spans import AllSpans, ReadSpan, ReadSpans
 from dcp_core.planning.wanted import Wanted, WantedBoxes, WantedObject
+
+if TYPE_CHECKING:
+    from dcp_core.planning.sharing import Sharing
 
 __all__ = ["LoadPlan", "PeerPlan", "ReadColumns", "ReadSpan", "Wanted", "WantedObject"]
 
@@ -56,7 +59,10 @@ class LoadPlan:
         objects: The objects to fetch.
         reads: Regions that fill the boxes, sorted by box.
         share_memory: Whether two targets are the same memory, so that the order of writing matters.
+        sharing: How reads are shared with other ranks; None where this rank reads everything itself.
     """
+
+    sharing: Sharing | None = None
 
     def __init__(
         self,
@@ -100,6 +106,15 @@ class LoadPlan:
     def spans(self) -> ReadSpans:
         """The regions in the order of reading: file after file, each by byte offset."""
         return ReadSpans(self._spans, slice(0, len(self.reads)), share_memory=self.share_memory)
+
+    def spans_in_order(self, priority: Int64) -> ReadSpans:
+        """The regions in another order: those with a lower number first, equal ones as in `spans`.
+
+        Args:
+            priority: A number for each region. Shape (N,).
+        """
+        every = AllSpans(self._regions, priority)
+        return ReadSpans(every, slice(0, len(self.reads)), share_memory=self.share_memory)
 
     @cached_property
     def _regions(self) -> Regions:

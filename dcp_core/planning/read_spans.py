@@ -47,6 +47,7 @@ class AllSpans:
 
     Args:
         regions: What is read.
+        priority: Those with a lower number are read before others; None: all are alike. Shape (N,).
 
     Attributes:
         boxes: What is wanted.
@@ -54,9 +55,10 @@ class AllSpans:
         wanted: Index of the box that each fills. Shape (N,).
     """
 
-    def __init__(self, regions: Regions) -> None:
+    def __init__(self, regions: Regions, priority: Int64 | None = None) -> None:
         self.boxes = regions.boxes
-        self.order: Int64 = np.lexsort((regions.chunks.byte_offset, regions.chunks.file))
+        places = (regions.chunks.byte_offset, regions.chunks.file)
+        self.order: Int64 = np.lexsort(places if priority is None else (*places, priority))
         self.wanted: Int64 = regions.reads.wanted[self.order]
         self._regions = regions
 

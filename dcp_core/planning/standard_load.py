@@ -104,6 +104,24 @@ class StandardLoadPlanner(PlannerState, LoadPlanner):
         """How to reach the elements of that part."""
         return self._targets[self._box_of(item)][1]
 
+    def target_of(self, row: int) -> tuple[Any, TensorAccess]:
+        """The view of a wanted box of the plan, and how to reach its elements."""
+        return self._targets[row]
+
+    def device_of(self, row: int) -> str:
+        """The type of device that a wanted box of the plan lies on."""
+        tensor = self.state.tensors[self._current_plan().wanted.leaves[row]]
+        return "cpu" if tensor is None else tensor.device
+
+    @property
+    def can_share(self) -> bool:
+        """Whether others may fill the targets of this plan: not where a subclass looks at regions or global plans."""
+        kind = type(self)
+        return not self._is_extended() and all(
+            getattr(kind, name) is getattr(StandardLoadPlanner, name)
+            for name in ("acquire_batch", "apply_batch", "build_global_plan", "finalize_plan")
+        )
+
     def acquire_batch(self, spans: Sequence[ReadSpan]) -> Sequence[tuple[Any, TensorAccess]]:
         """The parts of the targets' memory that regions go to, and how to reach their elements."""
         if not isinstance(spans, ReadSpans) or spans.boxes is not self._current_plan().wanted or self._is_extended():

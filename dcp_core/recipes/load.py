@@ -35,6 +35,7 @@ from dcp_core.planning.planners import LoadPlanner
 from dcp_core.planning.standard_load import StandardLoadPlanner
 from dcp_core.recipes.agreement import Agreement, argument_digests, check_arguments
 from dcp_core.recipes.job import Descriptions, Job, ObjectEncoding, attempt, hand_state, logger, state_of
+from dcp_core.recipes.shared_reads import SharedReads
 from dcp_core.state_path import StatePath, plain_name
 from dcp_core.state_tree import OpenedStateful, check_settable, expand_stateful, set_value
 
@@ -96,6 +97,7 @@ class LoadRecipe:
         self._metadata: Metadata
         self._plan: LoadPlan
         self._objects: dict[str, bytes] = {}
+        self._shared: SharedReads
 
     def run(self, state: Mapping[Any, Any], *, failed: BaseException | None = None) -> None:
         """Load into the state, in place.
@@ -123,6 +125,11 @@ class LoadRecipe:
         if not isinstance(self._state, Mapping):
             raise ArgumentError(f"state_dict must be a mapping, found {type(self._state).__name__}")
         self._arguments = self._common_arguments()
+        options = self.options
+        self._shared = SharedReads(
+            self.job, options.broadcast_groups, options.broadcast_batch_bytes, options.broadcast_replicated_tensors,
+            options.timeout_seconds,
+        )  # fmt: skip
         self.reader.initialize_reader(self.options.checkpoint_id)
         self._opened, self._stateful = expand_stateful(self._state, self._descriptions.is_tensor, state_of)
         self._stateful_paths = frozenset(opened.path for opened in self._stateful)
@@ -210,7 +217,8 @@ class LoadRecipe:
         shared = [want for want in objects if want.stored.rank == EVERY_RANK and not alone]
         self._read_objects([want for want in objects if want.stored.rank != EVERY_RANK or alone])
         items = encode_value(_flatten_items(self._plan.items)) if self._plans_globally() else b""
-        return pack(zlib.compress(encode_value([want.stored.name for want in shared]), 1), items)
+        offer = b"" if alone else self._shared.offer(self._plan, self.planner, self.reader)
+        return pack(zlib.compress(encode_value([want.stored.name for want in shared]), 1), items, offer)
 
     def _name_what_stays_behind(self) -> None:
         """Log keys of a Stateful that only the checkpoint has: a target that is not as warm as the saved state was.
@@ -251,15 +259,20 @@ class LoadRecipe:
     def _plan_globally(self, payloads: Sequence[bytes]) -> Sequence[bytes] | bytes:
         """On the coordinator: read the shared objects once, look at all plans if somebody wants to."""
         parts = [unpack(payload) for payload in payloads]
-        shared = self._read_shared({names for names, _ in parts})
+        shared = self._read_shared({names for names, _, _ in parts})
         if not self._plans_globally():
-            return pack(shared, b"")
-        plans: list[LoadPlan] = [PeerPlan(_decode_items(items)) for _, items in parts]
+            offers = [offer for _, _, offer in parts]
+            if not all(offers):
+                return pack(shared, b"", b"", b"")
+            with stage("build_global_plan"):
+                sources, token = self._shared.answers(offers)
+            return [pack(shared, b"", source, token) for source in sources]
+        plans: list[LoadPlan] = [PeerPlan(_decode_items(items)) for _, items, _ in parts]
         with stage("build_global_plan"):
             final = self.reader.optimize_global_plan(self.planner.build_global_plan(plans))
         if len(final) != len(parts):
             raise PlanningError(f"build_global_plan returned {len(final)} plans for {len(parts)} ranks")
-        return [pack(shared, encode_value(_flatten_items(plan.items))) for plan in final]
+        return [pack(shared, encode_value(_flatten_items(plan.items)), b"", b"") for plan in final]
 
     def _read_shared(self, wanted: set[bytes]) -> bytes:
         """Read the objects that any rank wants and that are the same for all."""
@@ -288,16 +301,16 @@ class LoadRecipe:
             raise type(failure)(f"{failure.message}\n{_UNDEFINED}", failure.causes) from failure.__cause__
 
     def _fill_targets(self, answer: bytes) -> None:
-        shared, own = unpack(answer)
+        shared, own, sources, token = unpack(answer)
         self._objects.update(_decode_objects(shared))
         if own:
             self._plan = self._plan.with_items(_decode_items(own))
         self._read_objects([want for want in self._plan.objects if want.stored.name not in self._objects])
+        if sources:
+            self._plan = self._shared.shared_plan(self._plan, sources)
         plan = self.planner.finalize_plan(self._plan)
-        with stage("execute_read"):
-            self.reader.execute_read(
-                plan, self.planner, self.options.broadcast_groups, self.options.broadcast_batch_bytes
-            )
+        with stage("execute_read"), self._shared.open_groups(plan, token.decode()) as groups:
+            self.reader.execute_read(plan, self.planner, groups, self.options.broadcast_batch_bytes)
         for position, want in enumerate(plan.objects):
             self.planner.apply_bytes(plan.object_item(position), self._objects[want.stored.name])
         for want in plan.objects:

@@ -17,6 +17,7 @@ from dcp_core.coordination.directory import DirectoryChannel
 from dcp_core.dtype import DType, dtype_named, numpy_dtype
 from dcp_core.errors import ArgumentError, UnsupportedValueError
 from dcp_core.planning.leaves import LocalTensor
+from dcp_core.testing.numpy_broadcasts import NumpyBroadcasts
 from dcp_core.testing.ranks import current_rank
 
 
@@ -142,12 +143,20 @@ class NumpyRankAdapter(NumpyAdapter):
             return ProcessGroup(global_rank=context.rank)
         channel = _channel(context.channel_directory)
         key = "ranks" if group is None else "ranks-" + "-".join(str(member) for member in members)
-        return ProcessGroup(members.index(context.rank), len(members), context.rank, channel, key)
+        broadcasts = _broadcasts(context.channel_directory, context.rank)
+        return ProcessGroup(
+            members.index(context.rank), len(members), context.rank, channel, key, broadcasts=broadcasts
+        )
 
 
 @functools.cache
 def _channel(directory: Path) -> DirectoryChannel:
     return DirectoryChannel(directory)
+
+
+@functools.cache
+def _broadcasts(directory: Path, rank: int) -> NumpyBroadcasts:
+    return NumpyBroadcasts(_channel(directory), rank)
 
 
 def _index(box: Box) -> Any:

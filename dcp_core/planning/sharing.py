@@ -1,0 +1,23 @@
+"""What a load plan carries where reads are shared: who sends what to whom, and what this rank reads itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dcp_core.planning.own_reads import OwnReads
+from dcp_core.planning.schedule import Schedule
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sharing:
+    """One rank's part of reading together.
+
+    Attributes:
+        rank: Its number in the job.
+        schedule: What it sends and receives.
+        own: What it reads itself.
+    """
+
+    rank: int
+    schedule: Schedule
+    own: OwnReads

@@ -1,0 +1,146 @@
+"""Whether a read is worth sharing: the decision behind `broadcast_replicated_tensors="auto"`.
+
+One pure function, from what is known of the groups and of the machines to which of them share their reads, and why.
+
+Alone, every member reads all bytes of its group's buffers, as fast as storage gives them. Shared, the members' hosts
+read one part each, and then all bytes are broadcast. On one host the page cache reads once already, so there is nothing
+to gain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from dcp_core.metadata import Int64
+from dcp_core.planning.buffer_parts import BLOCK_BYTES
+
+GIB = 1 << 30
+Mask = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class Communicator:
+    """What a communicator costs.
+
+    Attributes:
+        rate: Bytes a second that every member of a large broadcast receives.
+        operation_seconds: What one broadcast between two ranks costs, however small.
+        group_seconds: What a new group costs its members.
+    """
+
+    rate: float
+    operation_seconds: float
+    group_seconds: float
+
+
+COMMUNICATORS: Mapping[str, Communicator] = {
+    "gloo": Communicator(1.6 * GIB, 2e-4, 0.01),
+    "mccl": Communicator(GIB / 32, 1e-3, 0.1),
+}
+"""gloo: loses with 2 replicas on as many hosts and wins with 4, as published; a group costs about 10 ms. MindSpore's on
+the CPU: 10 to 60 MB/s."""
+
+ACCELERATOR = Communicator(16.0 * GIB, 1.5e-4, 0.5)
+"""Any other: that of an accelerator. 145 microseconds a broadcast were measured on four cards."""
+
+STORAGE_RATE = 1.0 * GIB
+"""Bytes a second that one host reads while all do."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GroupWork:
+    """What each group could share, one row a group.
+
+    Attributes:
+        members: Number of ranks. Shape (G,).
+        hosts: On how many hosts they are. Shape (G,).
+        nbytes: Bytes of its buffers together. Shape (G,).
+        buffers: How many buffers. Shape (G,).
+        exists: Whether the group need not be made. Shape (G,).
+        kind: Its communicator. Length G.
+    """
+
+    members: Int64
+    hosts: Int64
+    nbytes: Int64
+    buffers: Int64
+    exists: Mask
+    kind: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What earlier loads of this job were seen to do; 0 where nothing is known.
+
+    Attributes:
+        storage_rate: Bytes a second that a rank read.
+        broadcast_rate: Bytes a second that a rank received.
+    """
+
+    storage_rate: float = 0.0
+    broadcast_rate: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Verdict:
+    """The outcome.
+
+    Attributes:
+        shared: Which groups share. Shape (G,).
+        reason: Why, in one line for the log.
+    """
+
+    shared: Mask = field(default_factory=lambda: np.zeros(0, dtype=np.bool_))
+    reason: str = ""
+
+
+def worth_sharing(work: GroupWork, measured: Measured, batch_bytes: int) -> Verdict:
+    """Decide which groups share their reads.
+
+    A group shares where reading one part on each host, broadcasting all of it, and making the group take less time than
+    reading everything on every rank.
+
+    Args:
+        work: The groups.
+        measured: Rates that were seen; they replace the usual ones.
+        batch_bytes: Smaller buffers are sent together.
+    """
+    if not len(work.members):
+        return Verdict(np.zeros(0, dtype=np.bool_), "nothing is wanted by more than one rank")
+    storage = measured.storage_rate or STORAGE_RATE
+    costs = [COMMUNICATORS.get(kind, ACCELERATOR) for kind in work.kind]
+    rate = np.array([measured.broadcast_rate or cost.rate for cost in costs])
+    operation = np.array([cost.operation_seconds for cost in costs])
+    making = np.where(work.exists, 0.0, np.array([cost.group_seconds for cost in costs]))
+    batches = np.minimum(work.nbytes / max(batch_bytes, 1) + work.members, work.buffers)  # each member has its own
+    blocks = work.nbytes / BLOCK_BYTES + work.buffers
+    broadcasts = np.where(work.nbytes < batch_bytes * work.buffers, batches, blocks)
+    sending = work.nbytes / rate + broadcasts * np.ceil(np.log2(work.members)) * operation
+    alone = work.nbytes / storage
+    together = alone / work.hosts + sending
+    apart = work.hosts > 1
+    shared = apart & (together + making < alone)
+    not_made = apart & ~shared & (together < alone)
+    reasons = [
+        ("on one host, whose page cache reads once", ~apart),
+        ("where making the group costs more than it saves", not_made),
+        ("where broadcasting takes longer than reading", apart & ~shared & ~not_made),
+    ]
+    lost = [f"{int(mask.sum())} {text} ({_gib(work.nbytes[mask])})" for text, mask in reasons if mask.any()]
+    known = f"reading at {storage / GIB:.2f} GiB/s{'' if measured.storage_rate else ' (assumed)'}"
+    speed = f"{_rates(rate)} GiB/s{'' if measured.broadcast_rate else ' (assumed)'}"
+    done = f"{int(shared.sum())} of {len(shared)} groups of ranks share reads ({_gib(work.nbytes[shared])})"
+    return Verdict(shared, "; ".join([done, *lost, f"{known}, broadcasting at {speed}"]))
+
+
+def _gib(nbytes: Int64) -> str:
+    return f"{int(nbytes.sum()) / GIB:.2f} GiB"
+
+
+def _rates(rate: npt.NDArray[np.float64]) -> str:
+    low, high = float(rate.min()) / GIB, float(rate.max()) / GIB
+    return f"{low:.2f}" if low == high else f"{low:.2f} to {high:.2f}"

@@ -1,0 +1,150 @@
+"""Reading together: what a rank offers, what the coordinator makes of all offers, and the groups that it travels in."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from dcp_core.adapter import BroadcastGroup, Broadcasts
+from dcp_core.execution.interfaces import StorageReader
+from dcp_core.planning.load_plan import LoadPlan
+from dcp_core.planning.own_reads import plan_own_reads
+from dcp_core.planning.planners import LoadPlanner
+from dcp_core.planning.rank_groups import GroupKey, Origin
+from dcp_core.planning.read_sources import SharingOptions, assign_sources
+from dcp_core.planning.schedule import ScheduleLimits, make_schedule
+from dcp_core.planning.shared_offers import HeldGroup, Offer, encode_offer, find_buffers
+from dcp_core.planning.sharing import Sharing
+from dcp_core.planning.source_answers import decode_sources
+from dcp_core.planning.standard_load import StandardLoadPlanner
+from dcp_core.recipes.job import Job
+
+_HOST_DEVICE = "cpu"
+_log = logging.getLogger("dcp.recipes")
+
+
+class SharedReads:
+    """One rank's part in reading together, for one load.
+
+    Args:
+        job: Who loads.
+        groups: What the caller gave.
+        batch_bytes: Buffers below this are sent together.
+        mode: True, False or "auto".
+        timeout_seconds: How long to wait for others in a group.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        groups: Mapping[tuple[int, ...], Any] | None,
+        batch_bytes: int,
+        mode: bool | str,
+        timeout_seconds: float,
+    ) -> None:
+        self._job = job
+        self._batch_bytes = batch_bytes
+        self._is_auto = mode == "auto"
+        self._timeout_seconds = timeout_seconds
+        self._broadcasts: Broadcasts | None = job.group.broadcasts if mode is not False else None
+        self._given: Mapping[tuple[int, ...], Any] = {}
+        if self._broadcasts is not None and groups:
+            self._given = self._broadcasts.given_groups(groups)
+        self._offer: Offer | None = None
+        self._device_of: dict[str, str] = {}
+
+    def offer(self, plan: LoadPlan, planner: LoadPlanner, reader: StorageReader) -> bytes:
+        """What this rank would share, for exchange 2.
+
+        Args:
+            plan: What it wants.
+            planner: Made the plan.
+            reader: Will carry it out.
+        """
+        kinds: list[str | None] = [None] * len(plan.wanted)
+        groups: tuple[HeldGroup, ...] = ()
+        broadcasts = self._broadcasts
+        is_standard = isinstance(planner, StandardLoadPlanner) and planner.can_share
+        if broadcasts is not None and reader.shares_reads and is_standard:
+            assert isinstance(planner, StandardLoadPlanner), "just seen"
+            kinds = [self._kind_of(broadcasts, planner.device_of(row)) for row in range(len(kinds))]
+            groups = self._held_groups(broadcasts, planner)
+        buffers, alone_nbytes = find_buffers(plan, kinds)
+        host = f"{socket.gethostname()} {_boot_id()}"
+        self._offer = Offer(self._job.group.global_rank, host, buffers, alone_nbytes, groups)
+        return encode_offer(self._offer)
+
+    def _kind_of(self, broadcasts: Broadcasts, device: str) -> str | None:
+        kind = broadcasts.kind(device)
+        if kind is not None:
+            self._device_of.setdefault(kind, device)
+        return kind
+
+    def _held_groups(self, broadcasts: Broadcasts, planner: StandardLoadPlanner) -> tuple[HeldGroup, ...]:
+        found = [HeldGroup(GroupKey(ranks, kind)) for ranks in self._given for kind in self._device_of]
+        existing = broadcasts.existing_groups(planner.state.values)
+        found += [
+            HeldGroup(GroupKey(ranks, kind), name) for ranks, name in existing.items() for kind in self._device_of
+        ]
+        return tuple(found)
+
+    def answers(self, offers: Sequence[bytes]) -> tuple[Sequence[bytes], bytes]:
+        """On the coordinator: who reads what, an answer for each rank; and the token of this load.
+
+        Args:
+            offers: Of all ranks.
+        """
+        sources = assign_sources(offers, SharingOptions(self._batch_bytes, auto=self._is_auto))
+        if any(sources.answers):
+            _log.info("shared reads: %s", sources.reason)
+        return sources.answers, secrets.token_hex(8).encode()
+
+    def shared_plan(self, plan: LoadPlan, answer: bytes) -> LoadPlan:
+        """The plan after readers have been chosen.
+
+        Args:
+            plan: What this rank wants.
+            answer: From the coordinator.
+        """
+        assert self._offer is not None, "offered before"
+        shared = decode_sources(answer, self._offer)
+        if not len(shared):
+            return plan
+        on_host = all(self._device_of[group.key.kind] == _HOST_DEVICE for group in shared.groups)
+        limits = ScheduleLimits(self._batch_bytes, one_group_at_a_time=not on_host)
+        schedule = make_schedule(plan.wanted, shared, limits)
+        rank = self._job.group.global_rank
+        own = plan_own_reads(plan, schedule, rank)
+        own.plan.sharing = Sharing(rank, schedule, own)
+        return own.plan
+
+    @contextmanager
+    def open_groups(self, plan: LoadPlan, token: str) -> Iterator[Mapping[GroupKey, BroadcastGroup]]:
+        """The groups of a plan's schedule, opened in their order and closed in it, error or not."""
+        if plan.sharing is None or self._broadcasts is None:
+            yield {}
+            return
+        groups: dict[GroupKey, BroadcastGroup] = {}
+        try:
+            for shared in plan.sharing.schedule.groups:
+                key = shared.key
+                given = {Origin.GIVEN: self._given.get(key.ranks), Origin.EXISTING: shared.name}.get(shared.origin)
+                groups[key] = self._broadcasts.open(
+                    key.ranks, given, self._timeout_seconds, token=token, device=self._device_of[key.kind]
+                )
+            yield groups
+        finally:
+            for group in groups.values():
+                with suppress(Exception):
+                    group.close()
+
+
+def _boot_id() -> str:
+    with suppress(OSError), open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+        return file.read().strip()
+    return str(os.getppid())

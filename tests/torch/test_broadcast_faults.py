@@ -1,0 +1,263 @@
+"""Loads that share reads while a reader fails, is slow or dies: all learn of it, nobody hangs, the next load works."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import signal
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from dcp_core.errors import CoordinationError, CorruptError, DcpError, IncompleteError, StorageError
+from dcp_core.execution.filesystem import FileSystemReader
+from dcp_core.testing.ranks import RankProcessError
+from tests.torch.gloo_ranks import TorchRank, run_gloo
+from tests.torch.shared_reads import (
+    SECONDS,
+    CountedOperations,
+    Layout,
+    Part,
+    footprint,
+    load,
+    poisoned,
+    reader_on,
+    save_whole,
+    watched,
+    wrong_in,
+)
+
+pytestmark = pytest.mark.timeout(120)
+
+SOON = SECONDS / 2
+"""Much less than what a wait may take."""
+
+MIB = 1 << 20
+Print = tuple[int, int, int]
+Raised = tuple[type[BaseException] | None, str, float]
+
+
+def layout_of(rank: int) -> Layout:
+    """Buffers on all ranks, on pairs, and one that is cut between readers; many more than may be under way."""
+    layout = {f"w{number:02}": Part((50 + number, 80)) for number in range(24)}
+    layout |= {f"pair{rank // 2}.{number}": Part((40, 30)) for number in range(12)}
+    return layout | {"big": Part((4096, 512))}
+
+
+def save_all(directory: Path, ranks: int = 4) -> None:
+    save_whole(directory, *[layout_of(rank) for rank in range(ranks)])
+
+
+def outcome_of_load(state: dict[str, Any], directory: Path | None, **options: Any) -> Raised:
+    """What a load raised, and how long it took."""
+    began = time.monotonic()
+    try:
+        load(state, directory, **options)
+    except DcpError as error:
+        return type(error), str(error), time.monotonic() - began
+    return None, "", time.monotonic() - began
+
+
+class FailingOperations(CountedOperations):
+    """Reads are short, and reads of data fail from one on.
+
+    Args:
+        fail_at: Which of them is the first to fail, from 1.
+    """
+
+    def __init__(self, fail_at: int) -> None:
+        super().__init__()
+        self._fail_at = fail_at
+
+    def preadv(self, descriptor: int, buffers: Sequence[memoryview | bytearray], offset: int) -> int:
+        count = super().preadv(descriptor, [memoryview(buffers[0]).cast("B")[:16384]], offset)
+        if len(self.ranges) >= self._fail_at:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return count
+
+
+class SlowOperations(CountedOperations):
+    """The first read of data takes long."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self._seconds = seconds
+
+    def preadv(self, descriptor: int, buffers: Sequence[memoryview | bytearray], offset: int) -> int:
+        count = super().preadv(descriptor, buffers, offset)
+        if len(self.ranges) == 1:
+            time.sleep(self._seconds)
+        return count
+
+
+class KillingOperations(CountedOperations):
+    """The process dies when it has read some data."""
+
+    def preadv(self, descriptor: int, buffers: Sequence[memoryview | bytearray], offset: int) -> int:
+        count = super().preadv(descriptor, buffers, offset)
+        if self.ranges:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return count
+
+
+# -- readers that fail ------------------------------------------------------------------------------------------------
+
+
+def load_while_reads_fail(rank: TorchRank, directory: Path) -> tuple[list[Raised], list[str]]:
+    """Each rank's disk fails in turn, at its first read of data and later; then all is well."""
+    layout, raised, wrong = layout_of(rank.rank), [], []
+    for failing in range(rank.world_size):
+        for fail_at in (1, 40):
+            operations = FailingOperations(fail_at) if rank.rank == failing else CountedOperations()
+            reader = reader_on(directory, operations)
+            batch_bytes = (0, 6 * MIB)[failing % 2]
+            state = poisoned(layout)
+            with watched():
+                raised.append(outcome_of_load(state, None, storage_reader=reader, broadcast_batch_bytes=batch_bytes))
+            state = poisoned(layout)
+            load(state, directory)
+            wrong += wrong_in(state, layout)
+    return raised, wrong
+
+
+def test_the_error_of_a_disk_is_the_same_on_all_ranks_and_the_next_load_works(tmp_path: Path) -> None:
+    save_all(tmp_path / "c")
+    found = run_gloo(load_while_reads_fail, 4, tmp_path / "c", timeout_seconds=100)
+    assert [wrong for _, wrong in found] == [[]] * 4
+    for turn, raised in enumerate(zip(*[rank for rank, _ in found], strict=True)):
+        kinds, texts, seconds = zip(*raised, strict=True)
+        assert set(kinds) == {StorageError}, texts
+        assert len(set(texts)) == 1
+        assert f"rank {turn // 2}" in texts[0] and "undefined" in texts[0]
+        assert max(seconds) < SOON
+
+
+def load_damaged(rank: TorchRank, root: Path) -> tuple[list[Raised], list[str], Print, Print]:
+    """A flipped byte, a missing file, a whole checkpoint, several times over."""
+    layout, raised, wrong = layout_of(rank.rank), [], []
+    prints = []
+    gc.freeze()
+    for _ in range(3):
+        for place in ("flipped", "missing"):
+            state = poisoned(layout)
+            raised.append(outcome_of_load(state, root / place))
+        state = poisoned(layout)
+        load(state, root / "whole")
+        wrong += wrong_in(state, layout)
+        dist.barrier()
+        prints.append(footprint())
+        dist.barrier()
+    return raised, wrong, prints[1], prints[2]
+
+
+def test_damage_that_one_reader_finds_is_an_error_on_all_ranks_that_names_the_file(tmp_path: Path) -> None:
+    for place in ("whole", "flipped", "missing"):
+        save_all(tmp_path / place)
+    (file,) = (tmp_path / "flipped").glob("*.safetensors")
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    next((tmp_path / "missing").glob("*.safetensors")).unlink()
+    found = run_gloo(load_damaged, 4, tmp_path)
+    for raised in zip(*[rank[0] for rank in found], strict=True):
+        assert len({text for _, text, _ in raised}) == 1, raised
+        assert file.name in raised[0][1]
+        assert max(seconds for _, _, seconds in raised) < SOON
+    for raised, wrong, before, after in found:
+        assert [kind for kind, _, _ in raised] == [CorruptError, IncompleteError] * 3
+        assert wrong == []
+        assert before == after
+
+
+# -- a reader that is slow --------------------------------------------------------------------------------------------
+
+
+def load_while_one_waits(rank: TorchRank, directory: Path) -> tuple[list[str], list[Raised]]:
+    """Rank 1 takes long to read, then longer than the deadline, then reads as all do."""
+    layout = layout_of(rank.rank)
+    raised = []
+    wrong = []
+    for seconds, patience in ((0.2, SECONDS), (7.0, 3.0), (0.0, SECONDS)):
+        operations = SlowOperations(seconds if rank.rank == 1 else 0.0)
+        reader = reader_on(directory, operations)
+        state = poisoned(layout)
+        raised.append(outcome_of_load(state, None, storage_reader=reader, timeout_seconds=patience))
+        if raised[-1][0] is None:
+            wrong += wrong_in(state, layout)
+        dist.barrier()
+    return wrong, raised
+
+
+def test_a_slow_reader_is_waited_for_until_the_deadline_and_then_named(tmp_path: Path) -> None:
+    save_all(tmp_path / "c")
+    found = run_gloo(load_while_one_waits, 4, tmp_path / "c", timeout_seconds=100)
+    for wrong, raised in found:
+        assert wrong == []
+        assert raised[0][0] is None and raised[2][0] is None, raised
+        assert raised[1][0] is not None and issubclass(raised[1][0], CoordinationError), raised
+        assert "rank 1" in raised[1][1] or "ranks 1" in raised[1][1], raised
+
+
+# -- a reader that dies -----------------------------------------------------------------------------------------------
+
+
+def load_while_one_dies(rank: TorchRank, directory: Path, dying: int, batch_bytes: int) -> Raised:
+    operations = KillingOperations() if rank.rank == dying else CountedOperations()
+    reader = reader_on(directory, operations)
+    state = poisoned(layout_of(rank.rank))
+    options = {"broadcast_batch_bytes": batch_bytes, "timeout_seconds": 3.0}
+    return outcome_of_load(state, None, storage_reader=reader, **options)
+
+
+@pytest.mark.parametrize(("dying", "batch_bytes"), [(2, 0), (3, 6 * MIB)])
+def test_a_rank_that_is_killed_while_it_reads_is_noticed_by_all_others(
+    dying: int, batch_bytes: int, tmp_path: Path
+) -> None:
+    save_all(tmp_path / "c")
+    found = run_gloo(load_while_one_dies, 4, tmp_path / "c", dying, batch_bytes, return_exceptions=True)
+    assert isinstance(found.pop(dying), RankProcessError)
+    for kind, text, seconds in found:
+        assert kind is not None and issubclass(kind, CoordinationError), text
+        assert f"rank {dying}" in text or f"ranks {dying}" in text, text
+        assert seconds < 40.0
+
+
+# -- a planner that fails late ----------------------------------------------------------------------------------------
+
+
+class LateReader(FileSystemReader):
+    """Fails on one rank before it reads or sends anything."""
+
+    fails = False
+
+    def _read(self, *args: object, **options: object) -> None:
+        if self.fails:
+            raise StorageError("this disk is not for today")
+        super()._read(*args, **options)  # type: ignore[arg-type]
+
+
+def load_while_one_reads_nothing(rank: TorchRank, directory: Path) -> list[tuple[Raised, int]]:
+    found = []
+    for failing in range(3):
+        reader = LateReader()
+        reader.fails = rank.rank == failing
+        state = poisoned(layout_of(rank.rank))
+        with watched() as seen:
+            raised = outcome_of_load(state, directory, storage_reader=reader)
+        found.append((raised, len(seen.sizes)))
+    return found
+
+
+def test_a_rank_that_cannot_read_walks_its_schedule_to_the_end(tmp_path: Path) -> None:
+    save_all(tmp_path / "c")
+    found = run_gloo(load_while_one_reads_nothing, 4, tmp_path / "c")
+    for raised in zip(*found, strict=True):
+        assert {kind for (kind, _, _), _ in raised} == {StorageError}
+        assert len({text for (_, text, _), _ in raised}) == 1 and "not for today" in raised[0][0][1]
+        assert max(seconds for (_, _, seconds), _ in raised) < SOON
+        assert len({count for _, count in raised}) == 1  # all operations were started, by all
