@@ -161,6 +161,16 @@ class BroadcastGroup(Protocol):
         """
         ...
 
+    def fail(self, error: CoordinationError) -> None:
+        """Give the group up: this rank cannot take part any more. Nothing is started in it from then on.
+
+        What is under way ends with the error; the other members' broadcasts end with an error that tells of it, soon.
+
+        Args:
+            error: Why.
+        """
+        ...
+
     def close(self) -> None:
         """Destroy what `Broadcasts.open` made, in bounded time whatever has happened; a group that was given stays.
 

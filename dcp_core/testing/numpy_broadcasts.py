@@ -11,6 +11,7 @@ import hashlib
 import struct
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ Wire = npt.NDArray[np.uint8]
 _HEAD = struct.Struct("<qqq")  # number of the broadcast, source, bytes
 _FIRST_PAUSE_SECONDS = 0.0005
 _LONGEST_PAUSE_SECONDS = 0.01
+_HEAR_SECONDS = 0.5
 _REMEDY = "look at the log of that rank"
 
 
@@ -105,6 +107,7 @@ class NumpyBroadcastGroup:
         self._pending: list[NumpyBroadcastWork] = []
         self._posted: set[str] = set()
         self._count = 0
+        self._heard_at = time.monotonic()
 
     def wire(self, view: npt.NDArray[Any]) -> Wire | None:
         """The array's own memory as bytes; None where that is not its elements in order, little-endian."""
@@ -155,13 +158,34 @@ class NumpyBroadcastGroup:
             self.moved_at = time.monotonic()
         if self._pending:
             self._pending[0].check_time()
+        if self._pending:
+            self._hear()
 
     def fail(self, error: CoordinationError) -> None:
-        """Give the group up."""
+        """Give the group up, and tell the others why."""
         self.failure = error
+        told = self._told(self.rank)
+        if told not in self._posted:
+            with suppress(Exception):
+                self.post(told, f"rank {self.rank} had failed before: {error.message}".encode())
         pending, self._pending = self._pending, []
         for work in pending:
             work.finish(error)
+
+    def _hear(self) -> None:
+        """Give the group up if another member has."""
+        now = time.monotonic()
+        if now - self._heard_at < _HEAR_SECONDS:
+            return
+        self._heard_at = now
+        for rank in self.ranks:
+            told = None if rank == self.rank else self.channel.wait(self._told(rank), 0)
+            if told is not None:
+                self.fail(CoordinationError(f"{self._pending[0].described}: {told.decode()}; {_REMEDY}"))
+                return
+
+    def _told(self, rank: int) -> str:
+        return f"{self.name}.failed-{rank}"
 
     def post(self, name: str, payload: bytes) -> None:
         """Post a message."""

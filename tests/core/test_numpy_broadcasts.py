@@ -249,13 +249,26 @@ def test_a_group_with_broadcasts_under_way_can_be_closed(tmp_path: Path) -> None
     assert work.is_done() and "closed before" in str(error_of(work))
 
 
+def test_a_member_that_gives_up_is_heard_by_the_others_at_once(tmp_path: Path) -> None:
+    first, second = pair_on(tmp_path)
+    received, sent = second.broadcast(np.zeros(3, np.uint8), 0), second.broadcast(np.zeros(3, np.uint8), 1)
+    began = time.monotonic()
+    first.fail(CoordinationError("it is out of paper"))
+    for work in (received, sent):
+        error = error_of(work)
+        assert "rank 0 had failed before: it is out of paper" in str(error)
+        assert not isinstance(error, CoordinationTimeoutError)
+    assert time.monotonic() - began < SOON
+    assert "out of paper" in str(error_of(first.broadcast(np.zeros(3, np.uint8), 0)))
+
+
 def test_what_nobody_took_is_removed_by_the_next_load(tmp_path: Path) -> None:
     found = NumpyBroadcasts(DirectoryChannel(tmp_path), 0)
     group = found.open((0, 1), None, SECONDS, token="one")
     group.broadcast(np.zeros(3, np.uint8), 0)
     group.close()
     found.open((0, 2), None, SECONDS, token="one")
-    assert len(os.listdir(tmp_path)) == 1
+    assert len(os.listdir(tmp_path)) == 2  # the bytes, and that the group was given up
     found.open((0, 1), None, SECONDS, token="two")
     assert os.listdir(tmp_path) == []
 

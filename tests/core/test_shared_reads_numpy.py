@@ -22,6 +22,7 @@ from dcp_core.errors import CoordinationError, StorageError
 from dcp_core.execution.filesystem import FileSystemReader
 from dcp_core.storage.local import LocalStorage
 from dcp_core.storage.operations import FileOperations
+from dcp_core.testing.numpy_broadcasts import NumpyBroadcastGroup
 from dcp_core.testing.numpy_ranks import ShardedArray, even_boxes
 from dcp_core.testing.ranks import RankContext, RankProcessError, run_ranks
 from tests.core.rank_jobs import ADAPTER, SECONDS, load, save, together
@@ -119,6 +120,30 @@ def load_in_every_mode(context: RankContext, directory: str) -> list[str]:
                     wrong.append(f"{mode} {batch_bytes} values")
                 prints.append(descriptors_and_threads())
     return wrong + ([] if prints[1:] == [prints[1]] * (len(prints) - 1) else [f"left over: {prints}"])
+
+
+def load_in_many_batches(context: RankContext, directory: str) -> list[int]:
+    """Whether a load is right, and of what sizes temporary memory was made for it."""
+    temporary, made = NumpyBroadcastGroup.temporary, list[int]()
+
+    def counted(group: NumpyBroadcastGroup, nbytes: int, view: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
+        made.append(nbytes)
+        return temporary(group, nbytes, view)
+
+    state = whole_state()
+    poison(state)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(NumpyBroadcastGroup, "temporary", counted)
+        load(state, directory, broadcast_batch_bytes=2000)
+    assert bits_of(state) == bits_of(whole_state())
+    return made
+
+
+def test_memory_of_batches_is_used_again(tmp_path: Path) -> None:
+    api.save(whole_state(), checkpoint_id=tmp_path / "c", durable=False)
+    for made in run_ranks(load_in_many_batches, 2, str(tmp_path / "c")):
+        assert 1 <= len(made) <= 8
+        assert max(made) <= 2000
 
 
 def test_every_rank_of_a_job_gets_every_element(tmp_path: Path) -> None:

@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from dcp_core.errors import CoordinationError, CorruptError, DcpError, IncompleteError, StorageError
 from dcp_core.execution.filesystem import FileSystemReader
 from dcp_core.testing.ranks import RankProcessError
+from dcp_torch import wires
 from tests.torch.gloo_ranks import TorchRank, run_gloo
 from tests.torch.shared_reads import (
     SECONDS,
@@ -261,3 +263,40 @@ def test_a_rank_that_cannot_read_walks_its_schedule_to_the_end(tmp_path: Path) -
         assert len({text for (_, text, _), _ in raised}) == 1 and "not for today" in raised[0][0][1]
         assert max(seconds for (_, _, seconds), _ in raised) < SOON
         assert len({count for _, count in raised}) == 1  # all operations were started, by all
+
+
+def load_short_of_memory(rank: TorchRank, directory: Path) -> list[tuple[Raised, int]]:
+    """On rank 1 there is no memory to pack buffers in: in groups made for the load, and in given ones. Then all is well.
+
+    Batches are small, so that many come after the one that fails.
+    """
+    new_wire, found = wires.new_wire, []
+
+    def failing(nbytes: int, view: torch.Tensor) -> torch.Tensor:
+        if rank.rank == 1:
+            raise RuntimeError("no memory left for this")
+        return new_wire(nbytes, view)
+
+    everybody = tuple(range(rank.world_size))
+    for groups in (None, {everybody: dist.group.WORLD}):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(wires, "new_wire", failing)
+            outcome = outcome_of_load(
+                poisoned(layout_of(0)), directory, broadcast_batch_bytes=40_000, broadcast_groups=groups
+            )
+        state = poisoned(layout_of(0))
+        load(state, directory, broadcast_batch_bytes=40_000)
+        found.append((outcome, len(wrong_in(state, layout_of(0)))))
+    return found
+
+
+def test_a_rank_without_memory_for_a_batch_says_so_and_nobody_waits_for_it(tmp_path: Path) -> None:
+    save_all(tmp_path / "checkpoint", ranks=1)
+    told = run_gloo(load_short_of_memory, 4, tmp_path / "checkpoint", timeout_seconds=100)
+    for (kind, text, seconds), wrong in [each for of_rank in told for each in of_rank]:
+        assert kind is not None and issubclass(kind, DcpError)
+        assert "rank 1" in text and "RuntimeError: no memory left for this" in text
+        assert seconds < SOON
+        assert wrong == 0
+    for of_rank in told:
+        assert [text for (_, text, _), _ in of_rank] == [text for (_, text, _), _ in told[0]]
