@@ -122,6 +122,10 @@ def load_in_every_mode(context: RankContext, directory: str) -> list[str]:
     return wrong + ([] if prints[1:] == [prints[1]] * (len(prints) - 1) else [f"left over: {prints}"])
 
 
+def small_arrays() -> State:
+    return {f"w{number}": true_array(f"w{number}", (10,)) for number in range(100)}
+
+
 def load_in_many_batches(context: RankContext, directory: str) -> list[int]:
     """Whether a load is right, and of what sizes temporary memory was made for it."""
     temporary, made = NumpyBroadcastGroup.temporary, list[int]()
@@ -130,20 +134,20 @@ def load_in_many_batches(context: RankContext, directory: str) -> list[int]:
         made.append(nbytes)
         return temporary(group, nbytes, view)
 
-    state = whole_state()
+    state = small_arrays()
     poison(state)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(NumpyBroadcastGroup, "temporary", counted)
-        load(state, directory, broadcast_batch_bytes=2000)
-    assert bits_of(state) == bits_of(whole_state())
+        load(state, directory, broadcast_batch_bytes=200)
+    assert bits_of(state) == bits_of(small_arrays())
     return made
 
 
 def test_memory_of_batches_is_used_again(tmp_path: Path) -> None:
-    api.save(whole_state(), checkpoint_id=tmp_path / "c", durable=False)
+    api.save(small_arrays(), checkpoint_id=tmp_path / "c", durable=False)
     for made in run_ranks(load_in_many_batches, 2, str(tmp_path / "c")):
         assert 1 <= len(made) <= 8
-        assert max(made) <= 2000
+        assert max(made) <= 200
 
 
 def test_every_rank_of_a_job_gets_every_element(tmp_path: Path) -> None:

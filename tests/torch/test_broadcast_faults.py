@@ -266,7 +266,7 @@ def test_a_rank_that_cannot_read_walks_its_schedule_to_the_end(tmp_path: Path) -
 
 
 def load_short_of_memory(rank: TorchRank, directory: Path) -> list[tuple[Raised, int]]:
-    """On rank 1 there is no memory to pack buffers in: in groups made for the load, and in given ones. Then all is well.
+    """On rank 1 there is no memory to pack buffers in, for groups that are made and for given ones; then there is.
 
     Batches are small, so that many come after the one that fails.
     """
