@@ -38,6 +38,7 @@ from dcp_core.execution.interfaces import (
 from dcp_core.execution.object_files import ObjectFiles
 from dcp_core.execution.present_metadata import metadata_name, open_present, refuse_unknown, replacement_explained
 from dcp_core.execution.read_engine import read_tensors
+from dcp_core.execution.read_probe import probe_rate
 from dcp_core.execution.write_engine import write_files
 from dcp_core.file_names import MAILBOX_PREFIX, data_file_name
 from dcp_core.formats.metadata_file import assemble, file_names, open_bytes
@@ -327,6 +328,11 @@ class FileSystemReader(StorageReader):
         rows = np.unique(columns_of(plan.spans()).file).tolist()
         with self._reading() as source, self._tensor_files(source, verify=False) as files:
             files.check_sizes(rows)
+
+    def probe_rate(self, plan: PlannedRead, fraction: float) -> float:
+        """Read 2 MiB, and say how fast that was."""
+        with self._reading() as source, self._tensor_files(source, verify=False) as files:
+            return probe_rate(files, columns_of(plan.spans()), fraction)
 
     def read_object(self, stored: StoredObject) -> bytes:
         """Read one object's bytes; always checked."""

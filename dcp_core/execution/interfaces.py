@@ -368,6 +368,18 @@ class StorageReader(ABC):
         """Adapt all ranks' plans to the storage; called on the coordinator."""
         return plans
 
+    def probe_rate(self, plan: PlannedRead, fraction: float) -> float:
+        """Read a little of what a plan reads, to see how fast storage gives it; after `configure_reader`.
+
+        Args:
+            plan: What this rank wants.
+            fraction: Where: this part of the plan's bytes lies before it, 0 up to 1.
+
+        Returns:
+            Bytes a second; 0.0 where that is not known, as it is for a reader that does not override this.
+        """
+        return 0.0
+
     def check_files(self, plan: PlannedRead) -> None:
         """See that the files of a plan are there and have their sizes; called before any rank touches a target.
 

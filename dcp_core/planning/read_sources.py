@@ -134,7 +134,7 @@ def _choose_shared(
 
 def _measured(classes: Classes) -> Measured:
     """What the ranks have seen: the medians of those that know."""
-    columns = [[f.storage_rate for f in classes.frames], [f.broadcast_rate for f in classes.frames]]
+    columns = [[f.same_rate for f in classes.frames], [f.own_rate for f in classes.frames]]
     return Measured(*(float(np.median(seen)) if (seen := [rate for rate in column if rate > 0]) else 0.0
                       for column in columns))  # fmt: skip
 

@@ -88,8 +88,8 @@ class Offer:
         buffers: What it would share.
         alone_nbytes: Bytes that it reads for itself besides.
         groups: Groups that exist here; those without this rank are left out.
-        storage_rate: Bytes a second that this rank was seen to read; 0: not known.
-        broadcast_rate: Bytes a second that it was seen to receive; 0: not known.
+        same_rate: Bytes a second that this rank read where all read the same; 0: not known.
+        own_rate: Bytes a second that it read where nobody else did; 0: not known.
     """
 
     rank: int
@@ -97,8 +97,8 @@ class Offer:
     buffers: Buffers
     alone_nbytes: int = 0
     groups: tuple[HeldGroup, ...] = ()
-    storage_rate: float = 0.0
-    broadcast_rate: float = 0.0
+    same_rate: float = 0.0
+    own_rate: float = 0.0
 
 
 def find_buffers(plan: LoadPlan, kinds: Sequence[str | None]) -> tuple[Buffers, int]:
@@ -182,7 +182,7 @@ def encode_offer(offer: Offer) -> bytes:
         if offer.rank in group.key.ranks
     }
     groups, host = b"".join(sorted(held)), xxhash.xxh3_128_digest(offer.host.encode())
-    rates = offer.storage_rate, offer.broadcast_rate
+    rates = offer.same_rate, offer.own_rate
     head = _HEAD.pack(_MAGIC, offer.rank, host, offer.alone_nbytes, *rates, len(held), len(groups))
     buffers = offer.buffers
     kinds = "\0".join(buffers.kinds).encode()
@@ -196,7 +196,7 @@ class OfferFrame:
     """An offer as it arrived.
 
     Attributes:
-        rank, alone_nbytes, storage_rate, broadcast_rate: See `Offer`.
+        rank, alone_nbytes, same_rate, own_rate: See `Offer`.
         host: Digest of the host.
         groups: Encoded key and name digest of each group that exists on the rank.
         wants: The buffers, not decoded; equal bytes for ranks that want the same.
@@ -205,8 +205,8 @@ class OfferFrame:
     rank: int
     host: bytes
     alone_nbytes: int
-    storage_rate: float
-    broadcast_rate: float
+    same_rate: float
+    own_rate: float
     groups: tuple[tuple[bytes, bytes], ...]
     wants: bytes
 
@@ -218,7 +218,7 @@ def parse_offer(payload: bytes) -> OfferFrame:
         CoordinationError: The bytes are no offer.
     """
     try:
-        magic, rank, host, alone, storage, broadcast, count, groups_nbytes = _HEAD.unpack_from(payload, 0)
+        magic, rank, host, alone, same, own, count, groups_nbytes = _HEAD.unpack_from(payload, 0)
         at = _HEAD.size
         end = at + groups_nbytes
         groups = []
@@ -232,7 +232,7 @@ def parse_offer(payload: bytes) -> OfferFrame:
         raise CoordinationError(
             "what a rank offers to share has another format: do all ranks run the same version of dcp_core?"
         )
-    return OfferFrame(rank, host, alone, storage, broadcast, tuple(groups), payload[end:])
+    return OfferFrame(rank, host, alone, same, own, tuple(groups), payload[end:])
 
 
 def decode_wants(wants: bytes) -> Buffers:

@@ -2,9 +2,10 @@
 
 One pure function, from what is known of the groups and of the machines to which of them share their reads, and why.
 
-Alone, every member reads all bytes of its group's buffers, as fast as storage gives them. Shared, the members' hosts
-read one part each, and then all bytes are broadcast. On one host the page cache reads once already, so there is nothing
-to gain.
+Alone, every member reads all bytes of its group's buffers, as fast as storage gives what all read. Shared, each member
+reads its part, as fast as storage gives what nobody else reads, and then all bytes are broadcast. The two rates tell a
+page cache, which gives what others have read already at the speed of memory, from storage that limits every reader.
+Where they are not known, a host is taken for one reader: so on one host there is nothing to gain.
 """
 
 from __future__ import annotations
@@ -74,15 +75,20 @@ class GroupWork:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What earlier loads of this job were seen to do; 0 where nothing is known.
+    """What storage was seen to do, just now; 0 where nothing is known.
 
     Attributes:
-        storage_rate: Bytes a second that a rank read.
-        broadcast_rate: Bytes a second that a rank received.
+        same_rate: Bytes a second that each rank read where all read the same.
+        own_rate: Bytes a second that each rank read where all read something else.
     """
 
-    storage_rate: float = 0.0
-    broadcast_rate: float = 0.0
+    same_rate: float = 0.0
+    own_rate: float = 0.0
+
+    @property
+    def is_known(self) -> bool:
+        """Whether there is anything to go by."""
+        return self.same_rate > 0 and self.own_rate > 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -101,28 +107,31 @@ class Verdict:
 def worth_sharing(work: GroupWork, measured: Measured, batch_bytes: int) -> Verdict:
     """Decide which groups share their reads.
 
-    A group shares where reading one part on each host, broadcasting all of it, and making the group take less time than
-    reading everything on every rank.
+    A group shares where reading its parts, broadcasting all of it, and making the group take less time than reading
+    everything on every rank.
 
     Args:
         work: The groups.
-        measured: Rates that were seen; they replace the usual ones.
+        measured: Rates that were seen; they replace what is assumed.
         batch_bytes: Smaller buffers are sent together.
     """
     if not len(work.members):
         return Verdict(np.zeros(0, dtype=np.bool_), "nothing is wanted by more than one rank")
-    storage = measured.storage_rate or STORAGE_RATE
     costs = [COMMUNICATORS.get(kind, ACCELERATOR) for kind in work.kind]
-    rate = np.array([measured.broadcast_rate or cost.rate for cost in costs])
+    rate = np.array([cost.rate for cost in costs])
     operation = np.array([cost.operation_seconds for cost in costs])
     making = np.where(work.exists, 0.0, np.array([cost.group_seconds for cost in costs]))
     batches = np.minimum(work.nbytes / max(batch_bytes, 1) + work.members, work.buffers)  # each member has its own
     blocks = work.nbytes / BLOCK_BYTES + work.buffers
     broadcasts = np.where(work.nbytes < batch_bytes * work.buffers, batches, blocks)
     sending = work.nbytes / rate + broadcasts * np.ceil(np.log2(work.members)) * operation
-    alone = work.nbytes / storage
-    together = alone / work.hosts + sending
-    apart = work.hosts > 1
+    if measured.is_known:
+        alone, parts = work.nbytes / measured.same_rate, work.nbytes / work.members / measured.own_rate
+        apart = np.ones(len(alone), dtype=np.bool_)
+    else:
+        alone, apart = work.nbytes / STORAGE_RATE, work.hosts > 1
+        parts = alone / work.hosts
+    together = parts + sending
     shared = apart & (together + making < alone)
     not_made = apart & ~shared & (together < alone)
     reasons = [
@@ -131,10 +140,12 @@ def worth_sharing(work: GroupWork, measured: Measured, batch_bytes: int) -> Verd
         ("where broadcasting takes longer than reading", apart & ~shared & ~not_made),
     ]
     lost = [f"{int(mask.sum())} {text} ({_gib(work.nbytes[mask])})" for text, mask in reasons if mask.any()]
-    known = f"reading at {storage / GIB:.2f} GiB/s{'' if measured.storage_rate else ' (assumed)'}"
-    speed = f"{_rates(rate)} GiB/s{'' if measured.broadcast_rate else ' (assumed)'}"
+    known = f"reading at {STORAGE_RATE / GIB:.2f} GiB/s (assumed)"
+    if measured.is_known:
+        same, own = measured.same_rate / GIB, measured.own_rate / GIB
+        known = f"reading the same at {same:.2f} GiB/s, parts at {own:.2f} GiB/s"
     done = f"{int(shared.sum())} of {len(shared)} groups of ranks share reads ({_gib(work.nbytes[shared])})"
-    return Verdict(shared, "; ".join([done, *lost, f"{known}, broadcasting at {speed}"]))
+    return Verdict(shared, "; ".join([done, *lost, f"{known}, broadcasting at {_rates(rate)} GiB/s (assumed)"]))
 
 
 def _gib(nbytes: Int64) -> str:

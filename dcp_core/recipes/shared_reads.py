@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from dcp_core.adapter import BroadcastGroup, Broadcasts
+from dcp_core.errors import DcpError
 from dcp_core.execution.interfaces import StorageReader
 from dcp_core.planning.load_plan import LoadPlan
 from dcp_core.planning.own_reads import plan_own_reads
@@ -23,6 +24,9 @@ from dcp_core.planning.sharing import Sharing
 from dcp_core.planning.source_answers import decode_sources
 from dcp_core.planning.standard_load import StandardLoadPlanner
 from dcp_core.recipes.job import Job
+
+LEAST_PROBED_BYTES = 64 << 20
+"""With "auto", a rank that could share so much reads a few MiB first, to see how fast storage is."""
 
 _HOST_DEVICE = "cpu"
 _log = logging.getLogger("dcp.recipes")
@@ -76,8 +80,19 @@ class SharedReads:
             groups = self._held_groups(broadcasts, planner)
         buffers, alone_nbytes = find_buffers(plan, kinds)
         host = f"{socket.gethostname()} {_boot_id()}"
-        self._offer = Offer(self._job.group.global_rank, host, buffers, alone_nbytes, groups)
+        same_rate = own_rate = 0.0
+        if self._is_auto and int(buffers.nbytes.sum()) >= LEAST_PROBED_BYTES:
+            same_rate, own_rate = self._probe(plan, reader)
+        self._offer = Offer(self._job.group.global_rank, host, buffers, alone_nbytes, groups, same_rate, own_rate)
         return encode_offer(self._offer)
+
+    def _probe(self, plan: LoadPlan, reader: StorageReader) -> tuple[float, float]:
+        """How fast storage gives what all ranks read, and what nobody else reads."""
+        group = self._job.group
+        with suppress(DcpError):  # if it cannot be read, the load will say so
+            same = reader.probe_rate(plan, 0.0)
+            return same, reader.probe_rate(plan, (group.rank + 1) / (group.world_size + 1))
+        return 0.0, 0.0
 
     def _kind_of(self, broadcasts: Broadcasts, device: str) -> str | None:
         kind = broadcasts.kind(device)
@@ -100,7 +115,7 @@ class SharedReads:
             offers: Of all ranks.
         """
         sources = assign_sources(offers, SharingOptions(self._batch_bytes, auto=self._is_auto))
-        if any(sources.answers):
+        if self._is_auto or any(sources.answers):
             _log.info("shared reads: %s", sources.reason)
         return sources.answers, secrets.token_hex(8).encode()
 

@@ -36,9 +36,9 @@ MEBI = 1 << 20
 EVERYTHING = SharingOptions(batch_bytes=6 * MEBI)
 
 
-def whole(name: str, *shape: int, dtype: str = "bfloat16", number: int = 0) -> Want:
+def whole(name: str, *shape: int, dtype: str = "bfloat16", number: int = 0, kind: str = "gloo") -> Want:
     """A whole tensor that is stored as one chunk."""
-    return stored_tensor(name, shape, dtype, [Box.whole(shape)], number), Box.whole(shape), dtype, "gloo"
+    return stored_tensor(name, shape, dtype, [Box.whole(shape)], number), Box.whole(shape), dtype, kind
 
 
 def as_type(want: Want, dtype: str) -> Want:
@@ -473,17 +473,18 @@ def test_auto_makes_no_group_for_little_but_uses_one_that_exists() -> None:
 
 
 def test_auto_believes_what_ranks_have_measured() -> None:
-    slow_storage = auto(["a", "b"], 4096, storage_rate=1e8, broadcast_rate=1e10)
-    assert b"" not in slow_storage.answers and "assumed" not in slow_storage.reason
-    assert set(auto(["a", "b"], 4096, storage_rate=1e10, broadcast_rate=1e9).answers) == {b""}
+    slow_storage = auto(["a", "b"], 4096, same_rate=1e8, own_rate=1e8)
+    assert b"" not in slow_storage.answers and "reading the same at 0.09 GiB/s" in slow_storage.reason
+    assert b"" not in auto(["a", "a"], 4096, same_rate=1e8, own_rate=1e8).answers
+    assert set(auto(["a", "b"], 4096, same_rate=1e10, own_rate=1e10).answers) == {b""}
     assert set(auto(["a", "b"], 4096).answers) == {b""}
 
 
 def test_what_auto_does_not_share_is_booked_on_every_member() -> None:
     """Ranks 0 and 1, on one host, read `big` for themselves; so `far` is read by those on other hosts."""
-    big, far = whole("big", 4096, 1 << 20), whole("far", 2048, 1 << 20, number=1)
+    big, far = whole("big", 4096, 1 << 20, kind="nccl"), whole("far", 2048, 1 << 20, number=1, kind="nccl")
     wants = [[big, far], [big, far], [far], [far, whole("own", 512, 1 << 20, number=2)]]
-    offered = [offer_of(rank, own, storage_rate=1e8, broadcast_rate=1e10) for rank, own in enumerate(wants)]
+    offered = [offer_of(rank, own) for rank, own in enumerate(wants)]
     hosts = "aabc"
     offers = [encode_offer(replace(offer, host=hosts[rank])) for rank, (_, offer) in enumerate(offered)]
     sources = assign_sources(offers, replace(EVERYTHING, auto=True))

@@ -43,7 +43,18 @@ def is_shared(work: GroupWork, measured: Measured | None = None, batch_bytes: in
 
 
 def test_on_one_host_nothing_is_shared_however_fast_the_broadcast() -> None:
-    assert not is_shared(group(8, 1, 100, exists=True, kind="nccl"), Measured(1e6, 1e12))
+    assert not is_shared(group(8, 1, 100, exists=True, kind="nccl"))
+
+
+def test_on_one_host_a_page_cache_is_seen_by_what_all_read_coming_faster_than_what_one_reads() -> None:
+    cold_disk, warm = Measured(same_rate=2 * GIB, own_rate=0.25 * GIB), Measured(4 * GIB, 4 * GIB)
+    assert not is_shared(group(4, 1, 1), cold_disk)
+    assert not is_shared(group(4, 1, 1), warm)
+
+
+def test_storage_that_limits_every_reader_is_shared_on_one_host_too() -> None:
+    assert is_shared(group(4, 1, 1), Measured(0.1 * GIB, 0.1 * GIB))
+    assert is_shared(group(2, 1, 1), Measured(0.1 * GIB, 0.1 * GIB))
 
 
 @pytest.mark.parametrize(("hosts", "expected"), [(2, False), (4, True), (16, True), (32, True)])
@@ -78,25 +89,28 @@ def test_many_small_buffers_cost_what_their_batches_cost() -> None:
 
 
 def test_measured_rates_replace_the_usual_ones() -> None:
-    work = group(4, 4, 10)
-    assert not is_shared(work, Measured(storage_rate=20 * GIB))
-    assert not is_shared(work, Measured(broadcast_rate=0.1 * GIB))
-    assert is_shared(group(2, 2, 10), Measured(storage_rate=0.1 * GIB, broadcast_rate=1.0 * GIB))
+    assert is_shared(group(4, 4, 10)) and not is_shared(group(2, 2, 10))
+    assert not is_shared(group(4, 4, 10), Measured(20 * GIB, 20 * GIB))
+    assert is_shared(group(2, 2, 10), Measured(0.1 * GIB, 0.1 * GIB))
+    assert is_shared(group(4, 4, 10), Measured(same_rate=20 * GIB)), "half of them is not enough"
 
 
 def test_the_reason_names_what_was_decided_and_from_what() -> None:
     work = together(group(8, 8, 12), group(8, 1, 3), group(8, 8, 0.02, buffers=1), group(2, 2, 1))
-    verdict = worth_sharing(work, Measured(storage_rate=0.9 * GIB), BATCH)
+    verdict = worth_sharing(work, Measured(), BATCH)
     assert verdict.shared.tolist() == [True, False, False, False]
     for text in (
         "1 of 4 groups of ranks share reads (12.00 GiB)",
         "1 on one host, whose page cache reads once (3.00 GiB)",
         "1 where making the group costs more than it saves (0.02 GiB)",
         "1 where broadcasting takes longer than reading (1.00 GiB)",
-        "reading at 0.90 GiB/s, broadcasting at 1.60 GiB/s (assumed)",
+        "reading at 1.00 GiB/s (assumed), broadcasting at 1.60 GiB/s (assumed)",
     ):
         assert text in verdict.reason
     assert "\n" not in verdict.reason
+    known = worth_sharing(work, Measured(0.9 * GIB, 0.8 * GIB), BATCH).reason
+    assert "reading the same at 0.90 GiB/s, parts at 0.80 GiB/s, broadcasting" in known
+    assert "page cache" not in known
 
 
 def test_without_groups_the_reason_says_so() -> None:
@@ -117,11 +131,18 @@ HOSTS = st.integers(2, 64)
 SIZES = st.floats(1e-4, 100)
 
 
-@given(HOSTS, SIZES, st.integers(1, 1000), st.sampled_from(["gloo", "nccl"]))
-def test_what_makes_sharing_cheaper_never_ends_it(hosts: int, gib: float, buffers: int, kind: str) -> None:
-    work, measured = group(hosts, hosts, gib, buffers=buffers, kind=kind), Measured(1.0 * GIB, 2.0 * GIB)
+RATES = st.floats(0.01, 20).map(lambda gib: gib * GIB)
+
+
+@given(HOSTS, SIZES, st.integers(1, 1000), st.sampled_from(["gloo", "nccl"]), RATES, RATES)
+def test_what_makes_sharing_cheaper_never_ends_it(
+    hosts: int, gib: float, buffers: int, kind: str, same_rate: float, own_rate: float
+) -> None:
+    work, measured = group(hosts, hosts, gib, buffers=buffers, kind=kind), Measured(same_rate, own_rate)
+    if is_shared(work):
+        assert is_shared(replace(work, exists=np.array([True])))
+        assert is_shared(replace(work, hosts=work.hosts + 1, members=work.members))
     if is_shared(work, measured):
         assert is_shared(replace(work, exists=np.array([True])), measured)
-        assert is_shared(replace(work, hosts=work.hosts + 1, members=work.members), measured)
-        assert is_shared(work, replace(measured, broadcast_rate=4.0 * GIB))
-        assert is_shared(work, replace(measured, storage_rate=0.5 * GIB))
+        assert is_shared(work, replace(measured, same_rate=same_rate / 2))
+        assert is_shared(work, replace(measured, own_rate=2 * own_rate))

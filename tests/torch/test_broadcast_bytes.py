@@ -14,6 +14,10 @@ import pytest
 import torch.distributed as dist
 
 import dcp_torch
+from dcp_core.execution.filesystem import FileSystemReader
+from dcp_core.execution.interfaces import PlannedRead
+from dcp_core.execution.read_probe import PROBE_BYTES
+from dcp_core.storage.local import LocalStorage
 from tests.torch.gloo_ranks import TorchRank, run_gloo
 from tests.torch.shared_reads import (
     CountedOperations,
@@ -160,3 +164,55 @@ def test_auto_shares_what_hosts_would_read_many_times_where_the_group_is_there(t
     assert sum(rank[2][1] for rank in found) == 8 * MIB
     assert {group for rank in found for group in rank[2][0]} == {Opened(tuple(range(8)), "given")}
     assert found[0][2][2] and "1 of 1 groups of ranks share reads" in found[0][2][2][0]
+
+
+class ProbedReader(FileSystemReader):
+    """Says how fast its storage is."""
+
+    def __init__(self, storage: LocalStorage, same_rate: float, own_rate: float) -> None:
+        super().__init__(storage=storage)
+        self.asked: list[float] = []
+        self._rates = same_rate, own_rate
+
+    def probe_rate(self, plan: PlannedRead, fraction: float) -> float:
+        assert super().probe_rate(plan, fraction) > 0
+        self.asked.append(fraction)
+        return self._rates[len(self.asked) - 1]
+
+
+def load_at_rates(rank: TorchRank, directory: Path) -> list[tuple[int, list[float], list[str]]]:
+    """Let "auto" decide on one host: storage that limits each reader, a warm page cache, a cold disk."""
+    layout, lines, found = {"w": Part((64 * MIB // 512 // 4, 512))}, LogLines(logging.INFO), []
+    for rates in ((1e8, 1e8), (4e9, 4e9), (2e9, 3e8)):
+        state, operations = poisoned(layout), CountedOperations()
+        reader = ProbedReader(LocalStorage(directory, operations), *rates)
+        lines.lines.clear()
+        load(state, None, storage_reader=reader, broadcast_replicated_tensors="auto")
+        assert wrong_in(state, layout) == []
+        found.append((operations.nbytes, reader.asked, lines.with_words("auto:", "reading the same at")))
+    return found
+
+
+def test_auto_measures_storage_before_it_decides_about_much(tmp_path: Path) -> None:
+    save_whole(tmp_path / "c", {"w": Part((64 * MIB // 512 // 4, 512))})
+    found = run_gloo(load_at_rates, 2, tmp_path / "c")
+    slow, cached, disk = zip(*found, strict=True)
+    probed = 2 * PROBE_BYTES
+    assert sum(nbytes for nbytes, _, _ in slow) == 64 * MIB + 2 * probed
+    assert [nbytes for nbytes, _, _ in (*cached, *disk)] == [64 * MIB + probed] * 4
+    for rank, own in enumerate(found):
+        assert [asked for _, asked, _ in own] == [[0.0, (rank + 1) / 3]] * 3
+    assert [bool(lines) for _, _, lines in found[0]] == [True] * 3
+
+
+def load_little(rank: TorchRank, directory: Path) -> list[float]:
+    layout = {"w": Part((63 * MIB // 512 // 4, 512))}
+    reader = ProbedReader(LocalStorage(directory), 1e8, 1e8)
+    load(poisoned(layout), None, storage_reader=reader, broadcast_replicated_tensors="auto")
+    load(poisoned(layout), None, storage_reader=reader, broadcast_replicated_tensors=True)
+    return reader.asked
+
+
+def test_storage_is_not_measured_where_that_would_cost_much_or_decide_nothing(tmp_path: Path) -> None:
+    save_whole(tmp_path / "c", {"w": Part((63 * MIB // 512 // 4, 512))})
+    assert run_gloo(load_little, 2, tmp_path / "c") == [[], []]
