@@ -12,28 +12,27 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import signal
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
-from typing import Any, NoReturn
+from typing import Any
 
-from benchmarks.availability import reason_of
+from benchmarks.availability import leaving_out_failing
 from benchmarks.background.calls import measure_calls
 from benchmarks.background.cases import MEASURES, AsyncCase, AsyncSettings, cases_of
 from benchmarks.background.child import judge_child, measure_child
 from benchmarks.background.contestants import ASYNC_CONTESTANTS, taking_part
 from benchmarks.background.judge import judge_calls
 from benchmarks.background.many import measure_many
-from benchmarks.background.report import AsyncResult, CallsFound, legend_of, summary_of
+from benchmarks.background.report import AsyncResult, CallsFound, legend_of
 from benchmarks.background.training import measure_training
 from benchmarks.cases import PLACES
-from benchmarks.contestant import ContestantError
+from benchmarks.command import interruptible, some_of
+from benchmarks.findings import summary_of
 from benchmarks.machine import write_json
 from benchmarks.places import Place, missing_room, scratch
 from benchmarks.ranks import preload
-from dcp_core.testing.ranks import RankProcessError
 
 QUICK_MIB = 2
 """The size of every state with `--quick`."""
@@ -54,15 +53,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if refusal := _no_room(cases, parents):
         print(refusal, file=sys.stderr)
         return 2
-    before = signal.signal(signal.SIGTERM, _interrupt)
-    preload()
     results: list[AsyncResult] = []
     try:
-        for result in _results(cases, settings, options.contestants, parents):
-            print(result.text(), end="\n\n", flush=True)
-            results.append(result)
+        with interruptible():
+            preload()
+            for result in _results(cases, settings, options.contestants, parents):
+                print(result.text(), end="\n\n", flush=True)
+                results.append(result)
     finally:
-        signal.signal(signal.SIGTERM, before)
         print(f"{legend_of(results)}\n\n{summary_of(results)}", flush=True)
         if options.json:
             write_json(options.json, settings=asdict(settings), cases=[result.values() for result in results])
@@ -84,23 +82,10 @@ def _result_of(
     case: AsyncCase, settings: AsyncSettings, running: Sequence[str], reasons: dict[str, str], place: Place
 ) -> AsyncResult:
     """Measure a case; one that fails is left out, and the others run again without it."""
-    failure = None
-    while True:
-        try:
-            directory = tempfile.mkdtemp(prefix="case-", dir=place.directory)  # `scratch` removes it in the end
-            result = _measure(case, settings, running, directory)
-            break
-        except ContestantError as error:
-            print(error.details, file=sys.stderr)
-            reason = f"failed: {reason_of(error, place.directory)}"
-            reasons = reasons | {error.contestant: reason}
-            running = [name for name in running if name != error.contestant]
-            failure = failure or (f"{error.contestant} {reason}" if error.contestant.startswith("ours") else None)
-        except RankProcessError as error:
-            print(error, file=sys.stderr)
-            result, failure = AsyncResult(case), reason_of(error, place.directory)
-            break
-    return replace(result, storage=place.label, left_out=reasons, failure=failure)
+    result, failed, failure = leaving_out_failing(
+        running, place, lambda names, directory: _measure(case, settings, names, directory)
+    )
+    return replace(result or AsyncResult(case), storage=place.label, left_out=reasons | failed, failure=failure)
 
 
 def _measure(case: AsyncCase, settings: AsyncSettings, running: Sequence[str], directory: str) -> AsyncResult:
@@ -129,12 +114,6 @@ def _no_room(cases: Sequence[AsyncCase], parents: dict[str, str]) -> str | None:
     return None
 
 
-def _interrupt(number: int, frame: object) -> NoReturn:
-    """End as after Ctrl-C, so that directories and processes go away."""
-    del number, frame
-    raise KeyboardInterrupt
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.async_save", description=__doc__,
@@ -142,10 +121,10 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     several: dict[str, Any] = {"nargs": "+", "metavar": "NAME"}
     names = list(ASYNC_CONTESTANTS)
-    parser.add_argument("--measures", default=list(MEASURES), choices=MEASURES, help=_some_of(MEASURES), **several)
+    parser.add_argument("--measures", default=list(MEASURES), choices=MEASURES, help=some_of(MEASURES), **several)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4], help="only on these numbers of ranks")
-    parser.add_argument("--places", default=list(PLACES), choices=PLACES, help=_some_of(PLACES), **several)
-    parser.add_argument("--contestants", default=names, choices=names, help=_some_of(names), **several)
+    parser.add_argument("--places", default=list(PLACES), choices=PLACES, help=some_of(PLACES), **several)
+    parser.add_argument("--contestants", default=names, choices=names, help=some_of(names), **several)
     parser.add_argument("--repeats", type=int, default=5, help="rounds after the first one (default: 5)")
     parser.add_argument("--mib", type=int, help="size of every state (default: a measure's own, at most 1,250)")
     parser.add_argument("--steps", type=int, default=30, help="training steps of a turn (default: 30)")
@@ -160,10 +139,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", metavar="FILE", help="write all figures to this file")
     parser.add_argument("--quick", action=_Quick, nargs=0, help="tiny states, one round: shows that it runs")
     return parser
-
-
-def _some_of(names: Any) -> str:
-    return f"some of: {', '.join(names)}"
 
 
 class _Quick(argparse.Action):

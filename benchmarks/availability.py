@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 from benchmarks.cases import Case, Settings
 from benchmarks.contestant import ContestantError
 from benchmarks.contestants import CONTESTANTS, make, optional_ones, why_not_installed
+from benchmarks.places import Place
 from benchmarks.ranks import Rank, run_job
 from benchmarks.trials import attempt, check_loaded
 from dcp_core.testing.ranks import RankProcessError
 
 _PROBE_MIB = 2
 _PROBE_SECONDS = 120.0
+
+_Found = TypeVar("_Found")
 
 
 def left_out(names: Iterable[str]) -> dict[str, str]:
@@ -42,6 +48,39 @@ def reason_of(error: ContestantError | RankProcessError, directory: str) -> str:
     """What went wrong, in one line without the paths of this machine."""
     text = error.reason if isinstance(error, ContestantError) else str(error)
     return text.replace(directory, "DIR").partition("\n")[0][:300]
+
+
+def leaving_out_failing(
+    running: Sequence[str], place: Place, measure: Callable[[Sequence[str], str], _Found]
+) -> tuple[_Found | None, dict[str, str], str | None]:
+    """Measure; a contestant that fails is left out, and the others run again without it.
+
+    Args:
+        running: Who takes part.
+        place: Where; every try gets a directory of its own, which `scratch` removes in the end.
+        measure: Is given who takes part, and a directory.
+
+    Returns:
+        What was found, or None; who failed, and why; why the case failed, or None: one of ours failed, or a rank did.
+    """
+    left_out: dict[str, str] = {}
+    failure = None
+    while True:
+        try:
+            found = measure(
+                [name for name in running if name not in left_out],
+                tempfile.mkdtemp(prefix="case-", dir=place.directory),
+            )
+        except ContestantError as error:
+            print(error.details, file=sys.stderr)
+            name, reason = error.contestant, f"failed: {reason_of(error, place.directory)}"
+            left_out[name] = reason
+            failure = failure or (f"{name} {reason}" if name.startswith("ours") else None)
+        except RankProcessError as error:
+            print(error, file=sys.stderr)
+            return None, left_out, reason_of(error, place.directory)
+        else:
+            return found, left_out, failure
 
 
 def _try(rank: Rank, case: Case, settings: Settings, name: str, directory: str) -> None:

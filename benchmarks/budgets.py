@@ -15,6 +15,10 @@ READ_AT_MOST = 1.1
 """Resharded loads read at most this many times the bytes that they need, for runs of 64 KiB and more."""
 ABOVE_STATE_NBYTES = 128 * MIB
 """What a save or a load may need in memory above the state, plan tables apart."""
+AUTO_AT_MOST = 1.25
+"""A load with "auto" takes at most this many times as long as the better one of sharing reads and not."""
+READ_ONCE_AT_MOST = 1.01
+"""Ranks that share reads take at most this many times the bytes of the checkpoint from storage."""
 
 JUDGED_FROM_MIB = 64
 """Smaller states than this show fixed costs, which no budget is about."""

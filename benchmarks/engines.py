@@ -12,17 +12,17 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import signal
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
-from typing import Any, NoReturn
+from typing import Any
 
 from benchmarks.availability import failing, left_out, reason_of
 from benchmarks.budgets import judge_memory, judge_times
 from benchmarks.cases import MEASURES, PLACES, Case, Settings, cases_of
 from benchmarks.cold import measure_cold_loads
+from benchmarks.command import interruptible, some_of
 from benchmarks.contestant import ContestantError
 from benchmarks.contestants import CONTESTANTS, optional_ones, packages_of, taking_part
 from benchmarks.machine import write_json
@@ -52,15 +52,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if refusal := _no_room(cases, options.contestants, not_here, parents):
         print(refusal, file=sys.stderr)
         return 2
-    before = signal.signal(signal.SIGTERM, _interrupt)
-    preload()
     results: list[CaseResult] = []
     try:
-        for result in _results(cases, settings, options.contestants, not_here, parents):
-            print(table_of(result), end="\n\n", flush=True)
-            results.append(result)
+        with interruptible():
+            preload()
+            for result in _results(cases, settings, options.contestants, not_here, parents):
+                print(table_of(result), end="\n\n", flush=True)
+                results.append(result)
     finally:
-        signal.signal(signal.SIGTERM, before)
         _finish(results, settings, options)
     return 1 if any(result.failure for result in results) else 0
 
@@ -143,23 +142,17 @@ def _with_margin(nbytes: int) -> int:
     return nbytes + nbytes // 16
 
 
-def _interrupt(number: int, frame: object) -> NoReturn:
-    """End as after Ctrl-C, so that directories and processes go away."""
-    del number, frame
-    raise KeyboardInterrupt
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.engines", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     several: dict[str, Any] = {"nargs": "+", "metavar": "NAME"}
-    parser.add_argument("--workloads", default=list(WORKLOADS), choices=WORKLOADS, help=_names(WORKLOADS), **several)
+    parser.add_argument("--workloads", default=list(WORKLOADS), choices=WORKLOADS, help=some_of(WORKLOADS), **several)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="only on these numbers of ranks")
-    parser.add_argument("--places", default=list(PLACES), choices=PLACES, help=_names(PLACES), **several)
-    parser.add_argument("--measures", default=list(MEASURES), choices=MEASURES, help=_names(MEASURES), **several)
+    parser.add_argument("--places", default=list(PLACES), choices=PLACES, help=some_of(PLACES), **several)
+    parser.add_argument("--measures", default=list(MEASURES), choices=MEASURES, help=some_of(MEASURES), **several)
     parser.add_argument(
-        "--contestants", default=list(CONTESTANTS), choices=CONTESTANTS, help=_names(CONTESTANTS), **several
+        "--contestants", default=list(CONTESTANTS), choices=CONTESTANTS, help=some_of(CONTESTANTS), **several
     )
     parser.add_argument("--repeats", type=int, default=5, help="rounds after the first one (default: 5)")
     parser.add_argument("--mib", type=int, help="size of every state (default: about a GiB, a workload's own)")
@@ -172,10 +165,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", metavar="FILE", help="write all figures to this file")
     parser.add_argument("--quick", action=_Quick, nargs=0, help="tiny states, one round: shows that it runs")
     return parser
-
-
-def _names(names: Sequence[str] | dict[str, Any]) -> str:
-    return f"some of: {', '.join(names)}"
 
 
 class _Quick(argparse.Action):

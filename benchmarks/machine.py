@@ -6,11 +6,58 @@ import json
 import os
 import platform
 from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 PACKAGES = ("hyper-dcp", "numpy", "torch", "safetensors", "xxhash")
+
+
+@dataclass(frozen=True, slots=True)
+class CpuTimes:
+    """Seconds of all cores of the machine since it started.
+
+    Attributes:
+        busy: Of all processes.
+        stolen: That the host gave to other machines.
+    """
+
+    busy: float
+    stolen: float
+
+    def __sub__(self, other: CpuTimes) -> CpuTimes:
+        return CpuTimes(self.busy - other.busy, self.stolen - other.stolen)
+
+
+@dataclass(frozen=True, slots=True)
+class MachineLoad:
+    """What else the machine did during a measurement.
+
+    Attributes:
+        before: Processes that ran or wanted to, averaged over the minute before.
+        after: The same at the end, with those of the measurement.
+        others: How many cores other processes kept busy.
+        stolen: How many cores the host gave to other machines.
+    """
+
+    before: float
+    after: float
+    others: float
+    stolen: float
+
+    def __str__(self) -> str:
+        return (
+            f"load average {self.before:.2f} before, {self.after:.2f} after; others kept {self.others:.2f} of "
+            f"{len(os.sched_getaffinity(0))} cores busy, the host took {self.stolen:.2f}"
+        )
+
+
+def cpu_times() -> CpuTimes:
+    """The machine's counters."""
+    user, nice, system, _, _, irq, softirq, steal = map(int, Path("/proc/stat").read_text().split()[1:9])
+    tick = os.sysconf("SC_CLK_TCK")
+    return CpuTimes((user + nice + system + irq + softirq) / tick, steal / tick)
 
 
 def machine_facts(packages: Sequence[str] = ()) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from functools import cache
 
 import numpy as np
 import torch
+import xxhash
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
@@ -39,6 +40,10 @@ class State:
         """Overwrite everything."""
         for tensor in self.locals.values():
             tensor.zero_()
+
+    def digests(self) -> dict[str, bytes]:
+        """A digest of the bits of each tensor, by name: a quick way to see whether they are as they were."""
+        return {name: xxhash.xxh3_128_digest(_bits(tensor).numpy().data) for name, tensor in self.locals.items()}
 
     def first_difference(self) -> str | None:
         """The name of a tensor of which not every bit is as it was made, or None."""

@@ -107,6 +107,11 @@ def narrow(mib: int) -> tuple[TensorSpec, ...]:
     return _tables(mib, columns=2048, rows_each=4096)
 
 
+def layers(mib: int) -> tuple[TensorSpec, ...]:
+    """Matrices of 16 MiB."""
+    return _tables(mib, columns=2048, rows_each=2048)
+
+
 def _tables(mib: int, columns: int, rows_each: int) -> tuple[TensorSpec, ...]:
     rows = mib * MIB // (columns * ITEM_NBYTES["float32"])
     count = max(1, rows // rows_each)

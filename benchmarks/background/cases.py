@@ -94,6 +94,10 @@ class AsyncCase:
         return MEASURES[self.measure]
 
     @property
+    def about(self) -> str:
+        return self.of.about
+
+    @property
     def tensors(self) -> tuple[TensorSpec, ...]:
         return self.of.tensors(self.mib)
 

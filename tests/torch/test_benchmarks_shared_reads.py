@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import platform
 import threading
@@ -79,8 +80,9 @@ def test_every_way_to_read_is_counted(tmp_path: Path) -> None:
     meter = ReadMeter()
     assert MeteredStorage(str(tmp_path), meter).read("a", 10, 20) == bytes(range(10, 30)) and meter.nbytes == 20
     with MeteredFile(str(tmp_path / "a"), meter) as file:
-        assert file.readinto(memoryview(bytearray(7))) == 7 and meter.nbytes == 27
-        assert file.read() == bytes(range(7, 100)) and meter.nbytes == 120
+        stream = io.BufferedReader(file, 10)
+        assert stream.read(7) == bytes(range(7)) and meter.nbytes == 30  # a buffer of it
+        assert stream.read() == bytes(range(7, 100)) and meter.nbytes == 120
 
 
 def test_the_ranks_views_are_put_together_by_round_and_the_first_is_kept_apart() -> None:
@@ -125,7 +127,7 @@ def test_loaded_bits_that_differ_are_found() -> None:
 def test_a_run_that_would_not_fit_or_has_one_rank_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert shared_reads.main(["--mib", str(1 << 30), "--measures", "warm", "--memory-dir", str(tmp_path)]) == 2
+    assert shared_reads.main(["--mib", str(1 << 21), "--measures", "warm", "--memory-dir", str(tmp_path)]) == 2
     assert "warm, memory, 4 ranks" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         shared_reads.main(["--replicas", "1", "--memory-dir", str(tmp_path)])
@@ -141,8 +143,8 @@ def test_states_have_the_sizes_that_the_page_says() -> None:
 
 
 def test_the_machine_counts_its_busy_seconds() -> None:
-    before = cpu_times()
-    while time.process_time() < 0.05:
+    before, own = cpu_times(), time.process_time()
+    while time.process_time() < own + 0.05:
         pass
     spent = cpu_times() - before
-    assert spent.busy >= 0 and spent.stolen >= 0
+    assert spent.busy >= 0.03 and spent.stolen >= 0  # it counts in steps of 10 ms
