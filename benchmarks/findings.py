@@ -74,7 +74,7 @@ class FoundResult(Generic[_Case]):
         if self.found is not None:
             yield from self.found.lines()
         yield from (f"  {name:20}{reason}" for name, reason in self.left_out.items())
-        yield from (f"  {_spelled(verdict)}" for verdict in self.verdicts)
+        yield from (f"  {spelled(verdict)}" for verdict in self.verdicts)
 
     def values(self) -> dict[str, Any]:
         """For JSON."""
@@ -90,16 +90,16 @@ class FoundResult(Generic[_Case]):
         }
 
 
-def _spelled(verdict: Verdict) -> str:
-    return (
-        f"{'met    ' if verdict.is_met else 'NOT MET'}  {verdict.demand}: {verdict.found:.2f} {verdict.unit}".rstrip()
-    )
+def spelled(verdict: Verdict) -> str:
+    """A verdict in one line."""
+    met = "met    " if verdict.is_met else "NOT MET"
+    return f"{met}  {verdict.demand}: {verdict.found:.2f} {verdict.unit}".rstrip()
 
 
 def summary_of(results: Sequence[FoundResult[Any]]) -> str:
     """How many budgets are met, and which are not."""
     judged = [(result.case, verdict) for result in results for verdict in result.verdicts]
-    missed = [f"  {case.title}: {_spelled(verdict)}" for case, verdict in judged if not verdict.is_met]
+    missed = [f"  {case.title}: {spelled(verdict)}" for case, verdict in judged if not verdict.is_met]
     failed = [f"  {result.case.title}: FAILED" for result in results if result.failure is not None]
     count = f"{len(judged) - len(missed)} of {len(judged)} budgets met" if judged else "no budgets were judged"
     return "\n".join([count, *missed, *failed])

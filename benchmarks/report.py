@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from benchmarks.budgets import Verdict
 from benchmarks.cases import Case
 from benchmarks.cold import WAS_COLD
 from benchmarks.contestants import CONTESTANTS
+from benchmarks.findings import spelled
 from benchmarks.memory import Footprint
 from benchmarks.results import CaseResult
 from benchmarks.trials import Timed
@@ -40,7 +40,7 @@ def _lines(result: CaseResult) -> Iterator[str]:
         yield _row("MiB", _MEMORY_HEADINGS)
         yield from (_row(each.contestant, _memory_cells(each)) for each in result.footprints)
     yield from (f"  {name:20}{reason}" for name, reason in result.left_out.items())
-    yield from (f"  {_spelled(verdict)}" for verdict in result.verdicts)
+    yield from (f"  {spelled(verdict)}" for verdict in result.verdicts)
 
 
 def _row(name: str, cells: Sequence[str]) -> str:
@@ -84,10 +84,6 @@ def _mib(nbytes: int) -> str:
     return f"{nbytes / MIB:.1f}"
 
 
-def _spelled(verdict: Verdict) -> str:
-    return f"{'met    ' if verdict.is_met else 'NOT MET'}  {verdict.demand}: {verdict.found:.2f} {verdict.unit}"
-
-
 def legend_of(results: Sequence[CaseResult]) -> str:
     """Who the contestants of some results are."""
     names = {name for result in results for name in (*_taking_part(result), *result.left_out)}
@@ -101,7 +97,7 @@ def _taking_part(result: CaseResult) -> list[str]:
 def summary_of(results: Sequence[CaseResult]) -> str:
     """How many budgets are met, and which are not."""
     judged = [(result.case, verdict) for result in results for verdict in result.verdicts]
-    missed = [f"  {case.title}: {_spelled(verdict)}" for case, verdict in judged if not verdict.is_met]
+    missed = [f"  {case.title}: {spelled(verdict)}" for case, verdict in judged if not verdict.is_met]
     failed = [f"  {result.case.title}: FAILED" for result in results if result.failure is not None]
     count = f"{len(judged) - len(missed)} of {len(judged)} budgets met" if judged else "no budgets were judged"
     return "\n".join([count, *missed, *failed])

@@ -1,6 +1,6 @@
 """What loads gain when each tensor that every rank wants is read once and broadcast: time, and bytes from storage.
 
-    python -m benchmarks.shared_reads --json shared.json                 # everything, in about six minutes 
+    python -m benchmarks.shared_reads --json shared.json                 # everything, in about six minutes
     python -m benchmarks.shared_reads --measures warm --replicas 2 4
     python -m benchmarks.shared_reads --quick                            # does it run? tiny states, one round
 
