@@ -28,7 +28,7 @@ from dcp_core.execution.read_threads import Crew, usable_threads
 from dcp_core.formats import checksums
 from dcp_core.metadata import Int64
 from dcp_core.planning.leaves import DeviceTransfers
-from dcp_core.planning.span_columns import PlannedRegion, SpanColumns, columns_of
+from dcp_core.planning.span_columns import Mask, PlannedRegion, SpanColumns, columns_of
 
 BATCH_ROWS = 1024
 BATCH_BYTES = 32 << 20
@@ -88,7 +88,10 @@ class _ReadEngine:
         self._progress = progress
         self._rows_in = 0
         self._files = files
-        self._is_full = context.verify == "full"
+        whole_blocks: Mask | None = getattr(spans, "whole_blocks", None)
+        self._whole_blocks = np.zeros(len(spans), np.bool_) if whole_blocks is None else whole_blocks
+        if context.verify == "full":
+            self._whole_blocks = np.ones(len(spans), np.bool_)
         self._spans = spans
         self._columns = columns
         self._hulls = hulls_of(columns)
@@ -106,10 +109,11 @@ class _ReadEngine:
 
     def run(self) -> None:
         """Read all, and tell the planner."""
-        column = self._columns.file
-        edges = [0, *(np.flatnonzero(column[1:] != column[:-1]) + 1).tolist(), len(column)]
+        file, is_full = self._columns.file, self._whole_blocks
+        changes = (file[1:] != file[:-1]) | (is_full[1:] != is_full[:-1])
+        edges = [0, *(np.flatnonzero(changes) + 1).tolist(), len(file)]
         for first, last in pairwise(edges):
-            rows = self._rows_of(self._file(int(column[first])), first, last)
+            rows = self._rows_of(self._file(int(file[first])), first, last)
             for start, stop in _batches(rows.hulls.nbytes, self._batch_rows):
                 batch = rows.batch(start, stop, self._acquire(first + start, first + stop))
                 self._open.append(batch)
@@ -140,7 +144,7 @@ class _ReadEngine:
             columns,
             hulls,
             first_blocks(file, columns, hulls.chunk_nbytes, lambda row: spans[first + row].item.storage_index.fqn),
-            self._is_full and file.checksums is not None,
+            bool(self._whole_blocks[first]) and file.checksums is not None,
             lambda row: spans[row].item.dest_index.fqn,
         )
 

@@ -19,7 +19,7 @@ ALIGNMENT = 1 << 20
 BLOCK_BYTES = 8 << 20
 """The most bytes that travel in one block of a large buffer."""
 
-_LEAST_ALIGNED_SLABS = 16
+_LEAST_ALIGNED_SLABS = 2
 """Rows are put together to slabs of aligned bytes where that leaves so many slabs to share out."""
 
 
@@ -37,13 +37,23 @@ def slabs_of(sizes: Int64, itemsize: Int64) -> tuple[Int64, Int64]:
     (array([250,   7,   5]), array([524288,      3,      1]))
     """
     numel = np.prod(sizes, axis=1, dtype=np.int64)
-    rows = np.ones(len(sizes), dtype=np.int64)
-    for column in sizes.T[::-1]:
-        rows = np.where(column > 1, column, rows)  # the first dimension that has more than one
+    rows = row_count(sizes)
     row_numel = numel // rows
     aligned = ALIGNMENT // np.gcd(row_numel * itemsize, ALIGNMENT)
     together = np.where(rows >= _LEAST_ALIGNED_SLABS * aligned, aligned, 1)
     return -(-rows // together), together * row_numel
+
+
+def row_count(sizes: Int64) -> Int64:
+    """How many rows boxes have in the first dimension that has more than one.
+
+    Args:
+        sizes: Extents, padded with 1. Shape (N, D), elements.
+    """
+    rows = np.ones(len(sizes), dtype=np.int64)
+    for column in sizes.T[::-1]:
+        rows = np.where(column > 1, column, rows)
+    return rows
 
 
 def block_starts(first: int, last: int, sizes: tuple[int, ...], slab_numel: int, block_numel: int) -> Int64:

@@ -19,6 +19,7 @@ from dcp_core.metadata import Int32, Int64, MetadataIndex
 from dcp_core.planning.items import ItemType, ReadItem
 from dcp_core.planning.read_items import ReadColumns, Regions
 from dcp_core.planning.read_spans import AllSpans, ReadSpan, ReadSpans
+from dcp_core.planning.span_columns import Mask
 from dcp_core.planning.wanted import Wanted, WantedBoxes, WantedObject
 
 if TYPE_CHECKING:
@@ -107,13 +108,14 @@ class LoadPlan:
         """The regions in the order of reading: file after file, each by byte offset."""
         return ReadSpans(self._spans, slice(0, len(self.reads)), share_memory=self.share_memory)
 
-    def spans_in_order(self, priority: Int64) -> ReadSpans:
+    def spans_in_order(self, priority: Int64, whole_blocks: Mask | None = None) -> ReadSpans:
         """The regions in another order: those with a lower number first, equal ones as in `spans`.
 
         Args:
             priority: A number for each region. Shape (N,).
+            whole_blocks: See `ReadSpans`, for each region; None: nowhere. Shape (N,).
         """
-        every = AllSpans(self._regions, priority)
+        every = AllSpans(self._regions, priority, whole_blocks)
         return ReadSpans(every, slice(0, len(self.reads)), share_memory=self.share_memory)
 
     @cached_property

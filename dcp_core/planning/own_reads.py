@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from dcp_core.metadata import Int32, Int64
+from dcp_core.planning.block_edges import ChunkRuns, span_in
 from dcp_core.planning.buffer_parts import boxes_of
 from dcp_core.planning.load_plan import LoadPlan, ReadColumns
 from dcp_core.planning.read_spans import ReadSpans
@@ -49,7 +50,7 @@ def plan_own_reads(plan: LoadPlan, schedule: Schedule, rank: int) -> OwnReads:
         schedule: Its schedule.
         rank: Its number in the job.
     """
-    reads, run = _cut_at_runs(plan, schedule.reads)
+    reads, run, is_torn = _cut_at_runs(plan, schedule.reads)
     named = LoadPlan(plan.wanted, plan.objects, reads, share_memory=plan.share_memory)
     mine = np.flatnonzero((reads.source == OWN) | (reads.source == rank))
     own = LoadPlan(plan.wanted, plan.objects, reads.take(mine), share_memory=plan.share_memory)
@@ -58,11 +59,15 @@ def plan_own_reads(plan: LoadPlan, schedule: Schedule, rank: int) -> OwnReads:
     ready = np.searchsorted(in_order, schedule.read_of, side="right")
     ready[schedule.parts.source != rank] = 0
     shared = int(np.searchsorted(in_order, len(schedule.reads)))
-    return OwnReads(named, own, own.spans_in_order(priority), shared, ready)
+    return OwnReads(named, own, own.spans_in_order(priority, is_torn[mine]), shared, ready)
 
 
-def _cut_at_runs(plan: LoadPlan, runs: Runs) -> tuple[ReadColumns, Int64]:
-    """Cut regions of shared boxes at the runs' bounds and name their readers; also return the run of each, -1: none."""
+def _cut_at_runs(plan: LoadPlan, runs: Runs) -> tuple[ReadColumns, Int64, Mask]:
+    """Cut regions of shared boxes at the runs' bounds and name their readers.
+
+    Returns:
+        The regions; the run of each, -1: none; whether it was cut inside a checksum block.
+    """
     reads, boxes = plan.reads, plan.wanted
     order = np.lexsort((runs.first, runs.row))
     base = np.zeros(len(boxes), dtype=np.int64)  # where each box starts if all elements stand in one line
@@ -72,38 +77,42 @@ def _cut_at_runs(plan: LoadPlan, runs: Runs) -> tuple[ReadColumns, Int64]:
     is_shared[runs.row] = True
     region = np.flatnonzero(is_shared[reads.wanted])
     row = reads.wanted[region]
-    low, high = _span_in_box(reads.offsets[region] - boxes.offsets[row], reads.sizes[region], boxes.sizes[row])
+    low, reach, _ = span_in(reads.offsets[region] - boxes.offsets[row], reads.sizes[region], boxes.sizes[row])
     place = (base[runs.row] + runs.first)[order]
     begin = np.searchsorted(place, base[row] + low, side="right") - 1
     count = np.ones(len(reads), dtype=np.int64)
-    count[region] = np.searchsorted(place, base[row] + high, side="right") - begin
+    count[region] = np.searchsorted(place, base[row] + low + reach - 1, side="right") - begin
     source = np.repeat(np.arange(len(reads)), count)
     number = np.full(len(reads), -1, dtype=np.int64)
     number[region] = begin
     step = np.arange(len(source)) - np.repeat(np.cumsum(count) - count, count)
     met = number[source]
     met = np.where(met < 0, -1, order[met + step] if len(order) else -1)
-    cut = reads.take(source)
-    return _narrowed(plan, cut, met, runs, count[source] > 1)
+    cut, is_cut = reads.take(source), count[source] > 1
+    found, kept = _narrowed(plan, cut, met, runs, is_cut)
+    is_torn = is_cut[kept]
+    if is_torn.any():
+        is_torn[is_torn] = _torn(plan, cut.take(kept[is_torn]), found.take(np.flatnonzero(is_torn)))
+    return found, met[kept], is_torn
 
 
-def _span_in_box(offsets: Int64, sizes: Int64, extent: Int64) -> tuple[Int64, Int64]:
-    """The first and the last element of regions, as positions in their boxes, row-major."""
-    low, high = np.zeros(len(offsets), dtype=np.int64), np.zeros(len(offsets), dtype=np.int64)
-    for dim in range(offsets.shape[1]):
-        low = low * extent[:, dim] + offsets[:, dim]
-        high = high * extent[:, dim] + offsets[:, dim] + sizes[:, dim] - 1
-    return low, high
+def _torn(plan: LoadPlan, before: ReadColumns, after: ReadColumns) -> Mask:
+    """Whether cuts fell inside checksum blocks that were read whole before."""
+    was, now = ChunkRuns.of(plan, before), ChunkRuns.of(plan, after)
+    at_start = (now.start != was.start) & ~now.starts_on_edge
+    at_stop = (now.stop != was.stop) & ~now.stops_on_edge
+    torn: Mask = now.is_run & (at_start | at_stop)
+    return torn
 
 
 def _narrowed(plan: LoadPlan, reads: ReadColumns, run: Int64, runs: Runs, is_cut: Mask) -> tuple[ReadColumns, Int64]:
-    """Narrow regions that are cut to their runs, leave out what does not meet, name the readers."""
+    """Narrow regions that are cut to their runs, name readers, leave out what does not meet; and which rows stay."""
     source: Int32 = np.full(len(reads), OWN, dtype=np.int32)
     shared = run >= 0
     source[shared] = runs.source[run[shared]]
     rows = np.flatnonzero(is_cut)
     if not len(rows):
-        return ReadColumns(reads.wanted, reads.chunk, reads.offsets, reads.sizes, source), run
+        return ReadColumns(reads.wanted, reads.chunk, reads.offsets, reads.sizes, source), np.arange(len(reads))
     wanted = reads.wanted[rows]
     start, extent = boxes_of(runs.first[run[rows]], runs.last[run[rows]], plan.wanted.sizes[wanted])
     start = start + plan.wanted.offsets[wanted]
@@ -112,4 +121,4 @@ def _narrowed(plan: LoadPlan, reads: ReadColumns, run: Int64, runs: Runs, is_cut
     offsets[rows] = np.maximum(offsets[rows], start)
     sizes[rows] = ends - offsets[rows]
     kept = np.flatnonzero((sizes > 0).all(axis=1))
-    return ReadColumns(reads.wanted, reads.chunk, offsets, sizes, source).take(kept), run[kept]
+    return ReadColumns(reads.wanted, reads.chunk, offsets, sizes, source).take(kept), kept

@@ -48,18 +48,21 @@ class AllSpans:
     Args:
         regions: What is read.
         priority: Those with a lower number are read before others; None: all are alike. Shape (N,).
+        whole_blocks: See `ReadSpans`, for each region; None: nowhere. Shape (N,).
 
     Attributes:
         boxes: What is wanted.
         order: Row of each span among the regions. Shape (N,).
         wanted: Index of the box that each fills. Shape (N,).
+        whole_blocks: For each span; None: nowhere. Shape (N,).
     """
 
-    def __init__(self, regions: Regions, priority: Int64 | None = None) -> None:
+    def __init__(self, regions: Regions, priority: Int64 | None = None, whole_blocks: Mask | None = None) -> None:
         self.boxes = regions.boxes
         places = (regions.chunks.byte_offset, regions.chunks.file)
         self.order: Int64 = np.lexsort(places if priority is None else (*places, priority))
         self.wanted: Int64 = regions.reads.wanted[self.order]
+        self.whole_blocks: Mask | None = None if whole_blocks is None else whole_blocks[self.order]
         self._regions = regions
 
     @cached_property
@@ -116,6 +119,15 @@ class ReadSpans(Sequence[ReadSpan]):
         self.every = every
         self.rows = rows
         self.share_memory = share_memory
+
+    @property
+    def whole_blocks(self) -> Mask | None:
+        """Where every checksum block that is touched is to be read whole; None: nowhere. Shape (N,).
+
+        The other part of such a block is wanted too, but read elsewhere: nobody could check it.
+        """
+        every = self.every.whole_blocks
+        return None if every is None else every[self.rows]
 
     @property
     def boxes(self) -> WantedBoxes:

@@ -27,10 +27,12 @@ import numpy.typing as npt
 from dcp_core.dtype import ITEMSIZE
 from dcp_core.errors import ArgumentError
 from dcp_core.metadata import Int32, Int64
-from dcp_core.planning.buffer_parts import ALIGNMENT, BLOCK_BYTES, block_starts, slabs_of
+from dcp_core.planning.block_edges import BlockEdges
+from dcp_core.planning.buffer_parts import BLOCK_BYTES
+from dcp_core.planning.load_plan import LoadPlan
 from dcp_core.planning.rank_groups import SharedGroup
+from dcp_core.planning.slabs import Slabs, find_slabs
 from dcp_core.planning.source_answers import SharedBuffers
-from dcp_core.planning.wanted import WantedBoxes
 
 IN_FLIGHT = 8
 IN_FLIGHT_BYTES = 64 << 20
@@ -126,29 +128,31 @@ class Schedule:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Pieces:
-    """The pieces of this rank's shared buffers, in the global order."""
+    """The pieces of this rank's shared buffers, in the global order; which buffer each is of, and their slabs."""
 
     runs: Runs
+    buffer: Int64
+    slabs: Slabs
     group: Int64
     dtype: Int64
     nbytes: Int64
-    slab: Int64
 
 
-def make_schedule(boxes: WantedBoxes, shared: SharedBuffers, limits: ScheduleLimits) -> Schedule:
+def make_schedule(plan: LoadPlan, shared: SharedBuffers, limits: ScheduleLimits) -> Schedule:
     """Make one rank's schedule.
 
     Args:
-        boxes: What it wants.
+        plan: What it wants, and where that lies.
         shared: What it shares, from the coordinator.
         limits: See there.
 
     Complexity:
         O(pieces log pieces), and work per operation.
     """
-    pieces = _pieces_of(boxes, shared)
+    boxes = plan.wanted
+    pieces = _pieces_of(plan, shared)
     is_small = pieces.nbytes < limits.batch_bytes
-    parts, part_of, reads, read_of = _cut_into_blocks(boxes, pieces, is_small, limits.block_bytes)
+    parts, part_of, reads, read_of = _cut_into_blocks(plan, pieces, is_small, limits.block_bytes)
     nbytes = (parts.last - parts.first) * ITEMSIZE[boxes.dtype[parts.row]]
     places: list[tuple[int, int]] = []
     taken: list[tuple[int, ...]] = []
@@ -170,43 +174,45 @@ def make_schedule(boxes: WantedBoxes, shared: SharedBuffers, limits: ScheduleLim
     return Schedule(shared.groups, operations, parts, reads, read_of)
 
 
-def _pieces_of(boxes: WantedBoxes, shared: SharedBuffers) -> _Pieces:
+def _pieces_of(plan: LoadPlan, shared: SharedBuffers) -> _Pieces:
+    boxes = plan.wanted
     buffer = np.repeat(np.arange(len(shared)), shared.pieces)
     row = shared.row[buffer]
-    sizes = boxes.sizes[row]
-    numel = np.prod(sizes, axis=1, dtype=np.int64)
-    _, slab = slabs_of(sizes, ITEMSIZE[boxes.stored_dtype[row]])
-    last = np.minimum(shared.stop * slab, numel)
+    slabs = find_slabs(plan, shared.row)
+    last = slabs.ends(buffer, shared.stop)
     first = np.zeros(len(row), dtype=np.int64)
     same = buffer[1:] == buffer[:-1]
     first[1:][same] = last[:-1][same]
     dtype = boxes.dtype[row].astype(np.int64)
     runs = Runs(row, first, last, shared.reader)
-    return _Pieces(runs, shared.group[buffer], dtype, (last - first) * ITEMSIZE[boxes.dtype[row]], slab)
+    nbytes = (last - first) * ITEMSIZE[boxes.dtype[row]]
+    return _Pieces(runs, buffer, slabs, shared.group[buffer], dtype, nbytes)
 
 
 def _cut_into_blocks(
-    boxes: WantedBoxes, pieces: _Pieces, is_small: npt.NDArray[np.bool_], block_bytes: int
+    plan: LoadPlan, pieces: _Pieces, is_small: npt.NDArray[np.bool_], block_bytes: int
 ) -> tuple[Runs, Int64, Runs, Int64]:
     """The parts, the piece of each, what is read as a whole, and which of that each part is in.
 
-    A piece is read block by block where all blocks start at a multiple of `ALIGNMENT` bytes, as stored.
+    A piece is read block by block where no cut between them falls inside a checksum block, which nobody would check.
     """
-    runs = pieces.runs
+    boxes, runs = plan.wanted, pieces.runs
+    large = np.flatnonzero(~is_small & (pieces.nbytes > block_bytes)).tolist()
+    edges = BlockEdges(plan) if large else None
     starts = {}
     whole = np.ones(len(runs), dtype=np.bool_)
-    for number in np.flatnonzero(~is_small & (pieces.nbytes > block_bytes)).tolist():
+    for number in large:
         row = int(runs.row[number])
         block_numel = block_bytes // int(ITEMSIZE[boxes.dtype[row]])
-        cuts = block_starts(
+        cuts = pieces.slabs.blocks(
+            int(pieces.buffer[number]),
             int(runs.first[number]),
             int(runs.last[number]),
             boxes.boxes[row].sizes,
-            int(pieces.slab[number]),
             block_numel,
         )
         starts[number] = cuts
-        whole[number] = bool((cuts * ITEMSIZE[boxes.stored_dtype[row]] % ALIGNMENT).any())
+        whole[number] = edges is None or not edges.are_edges(row, cuts[1:]).all()
     blocks = np.ones(len(runs), dtype=np.int64)
     blocks[list(starts)] = [len(cuts) for cuts in starts.values()]
     part_of = np.repeat(np.arange(len(runs)), blocks)

@@ -20,10 +20,10 @@ import xxhash
 from dcp_core.dtype import ITEMSIZE
 from dcp_core.errors import CoordinationError
 from dcp_core.metadata import Int64, UInt8, UInt64
-from dcp_core.planning.buffer_parts import slabs_of
 from dcp_core.planning.int_columns import decode_column, encode_column
 from dcp_core.planning.load_plan import LoadPlan
 from dcp_core.planning.rank_groups import GroupKey, encode_group
+from dcp_core.planning.slabs import find_slabs
 
 _MAGIC = b"OFR1"
 _HEAD = struct.Struct("<4sI16sQddII")
@@ -125,7 +125,7 @@ def find_buffers(plan: LoadPlan, kinds: Sequence[str | None]) -> tuple[Buffers, 
     order, traits = _in_global_order(plan, rows, kind)
     rows, kind = rows[order], kind[order]
     itemsize = ITEMSIZE[boxes.stored_dtype]
-    slabs, _ = slabs_of(boxes.sizes[rows], itemsize[rows])
+    slabs = find_slabs(plan, rows).count
     nbytes = numel[rows] * itemsize[rows]
     length = traits.shape[1] - 2 * (boxes.offsets.shape[1] - boxes.ndim[rows])  # without padding
     digest = _digests(traits, length, [boxes.stored_names[row] for row in rows.tolist()], kind.tolist(), names)

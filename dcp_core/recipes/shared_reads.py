@@ -132,7 +132,7 @@ class SharedReads:
             return plan
         on_host = all(self._device_of[group.key.kind] == _HOST_DEVICE for group in shared.groups)
         limits = ScheduleLimits(self._batch_bytes, one_group_at_a_time=not on_host)
-        schedule = make_schedule(plan.wanted, shared, limits)
+        schedule = make_schedule(plan, shared, limits)
         rank = self._job.group.global_rank
         own = plan_own_reads(plan, schedule, rank)
         own.plan.sharing = Sharing(rank, schedule, own)

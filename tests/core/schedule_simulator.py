@@ -23,7 +23,7 @@ import numpy.typing as npt
 from dcp_core.box import Box
 from dcp_core.dtype import BY_CODE, BY_NAME, DType
 from dcp_core.metadata import EVERY_RANK, ChunkColumns, StoredTensor
-from dcp_core.planning import balance, buffer_parts, schedule
+from dcp_core.planning import balance, buffer_parts
 from dcp_core.planning.load_plan import LoadPlan, Wanted
 from dcp_core.planning.own_reads import OwnReads, plan_own_reads
 from dcp_core.planning.read_sources import SharingOptions, assign_sources
@@ -102,7 +102,7 @@ def plan_all(layout: Layout, rng: Random) -> list[RankPlans]:
         found = []
         for index, (plan, offer) in enumerate(offered):
             shared = decode_sources(answers[index], offer)
-            made = make_schedule(plan.wanted, shared, layout.limits)
+            made = make_schedule(plan, shared, layout.limits)
             found.append(RankPlans(offer.rank, plan, offer, shared, made, plan_own_reads(plan, made, offer.rank)))
         return found
 
@@ -112,7 +112,6 @@ def small_constants(layout: Layout) -> Iterator[None]:
     """Let what is meant for mebibytes happen to a few elements."""
     with (
         patch.object(buffer_parts, "ALIGNMENT", layout.alignment),
-        patch.object(schedule, "ALIGNMENT", layout.alignment),
         patch.object(balance, "TINY_NBYTES", layout.tiny),
     ):
         yield

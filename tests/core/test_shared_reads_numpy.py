@@ -18,7 +18,7 @@ import pytest
 
 from dcp_core import api
 from dcp_core.box import Box
-from dcp_core.errors import CoordinationError, StorageError
+from dcp_core.errors import CoordinationError, CorruptError, StorageError
 from dcp_core.execution.filesystem import FileSystemReader
 from dcp_core.storage.local import LocalStorage
 from dcp_core.storage.operations import FileOperations
@@ -219,6 +219,48 @@ def test_what_all_ranks_want_is_taken_from_storage_once(replicas: int, tmp_path:
     assert sum(shared) == total
     assert max(shared) <= 1.1 * min(shared)
     assert [counts[1] for _, counts in found] == [total] * replicas
+
+
+ODD_SHAPE = (3000, 1001)
+"""Of a table whose rows end nowhere near the edges of checksum blocks."""
+
+BLOCKS = -(-3000 * 1001 * 4 >> 20)
+
+
+def flip(directory: str, block: int) -> None:
+    """Flip a bit of a checksum block of the data."""
+    [path] = Path(directory).glob("_rank0_*safetensors")
+    with path.open("r+b") as file:
+        place = 8 + int.from_bytes(file.read(8), "little") + (block << 20) + 1001
+        file.seek(place)
+        value = file.read(1)[0] ^ 4
+        file.seek(place)
+        file.write(bytes([value]))
+
+
+def load_damaged(context: RankContext, directory: str) -> list[int]:
+    """In which blocks damage is not seen."""
+    unseen = []
+    for block in range(BLOCKS):
+        with together(context):
+            if context.rank == 0:
+                flip(directory, block)
+        try:
+            load({"w": np.zeros(ODD_SHAPE, np.float32)}, directory)
+        except CorruptError:
+            pass
+        else:
+            unseen.append(block)
+        with together(context):
+            if context.rank == 0:
+                flip(directory, block)
+    return unseen
+
+
+def test_damage_is_seen_wherever_readers_cut_a_buffer(tmp_path: Path) -> None:
+    table = np.arange(3000 * 1001, dtype=np.float32).reshape(ODD_SHAPE)
+    api.save({"w": table}, checkpoint_id=tmp_path / "c", durable=False)
+    assert run_ranks(load_damaged, 3, str(tmp_path / "c"), timeout_seconds=80) == [[]] * 3
 
 
 # -- faults -----------------------------------------------------------------------------------------------------------
