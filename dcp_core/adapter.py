@@ -233,6 +233,17 @@ class Broadcasts(Protocol):
         """
         ...
 
+    def give_up(self, ranks: tuple[int, ...], reason: str, *, token: str, device: str = "cpu") -> None:
+        """Tell the members of a group that this rank will not open it, so that nobody waits for it. Waits for nobody.
+
+        Args:
+            ranks: The members, as for `open`.
+            reason: Why, in a clause that names this rank.
+            token: As for `open`.
+            device: As for `open`.
+        """
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class ProcessGroup:

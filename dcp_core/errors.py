@@ -192,10 +192,11 @@ def merge_errors(causes: Sequence[RankCause]) -> DcpError:
         causes: What the failing ranks raised, at least one.
 
     Returns:
-        An error of the class that the lowest failing rank raised if that is one of ours, else a
-        `RankFailedError`. Ranks that raised the same text are named together.
+        An error of the class that the first failing rank raised if that is one of ours, else a `RankFailedError`.
+        They come by rank, but those that may have failed because of another one (`CoordinationError`) last. Ranks that
+        raised the same text are named together.
     """
-    ordered = sorted(causes, key=lambda cause: cause.rank)
+    ordered = sorted(causes, key=lambda cause: (_is_of_others(cause), cause.rank))
     ranks_of: dict[tuple[str, str], list[int]] = {}
     for cause in ordered:
         ranks_of.setdefault((cause.kind, cause.message), []).append(cause.rank)
@@ -209,6 +210,11 @@ def merge_errors(causes: Sequence[RankCause]) -> DcpError:
         lines.append(f"and {len(ranks_of) - _CAUSES_SENT} more kinds of failure")
     error_type = ERROR_TYPES.get(ordered[0].kind, RankFailedError)
     return error_type("\n".join(lines), ordered[:_CAUSES_SENT])
+
+
+def _is_of_others(cause: RankCause) -> bool:
+    """Whether a rank may have failed because another one had."""
+    return issubclass(ERROR_TYPES.get(cause.kind, DcpError), CoordinationError)
 
 
 def encode_error(error: DcpError) -> bytes:

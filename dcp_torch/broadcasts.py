@@ -82,11 +82,7 @@ class TorchBroadcasts:
             raise ArgumentError(
                 f"rank {self.rank} opens a group of the ranks {ranks}: they must ascend, this one in them"
             )
-        if token != self._token:
-            self._forget_meetings()
-            self._token = token
-        meeting = Meeting(self._connected(), f"{self._prefix}/{token}", device, ranks, self.rank)
-        self._meetings.append(meeting)
+        meeting = self._meeting(ranks, token, device)
         try:
             communicator = self._find(ranks, given, device) or self._make(meeting, ranks, device, timeout_seconds)
         except CoordinationError as error:
@@ -94,6 +90,21 @@ class TorchBroadcasts:
                 meeting.give_up(first_clause(error))
             raise
         return TorchBroadcastGroup(communicator, meeting, timeout_seconds)
+
+    def give_up(self, ranks: tuple[int, ...], reason: str, *, token: str, device: str = "cpu") -> None:
+        """Tell the members of a group that this rank will not open it; see `dcp_core.adapter.Broadcasts`."""
+        with contextlib.suppress(RuntimeError):
+            meeting = self._meeting(ranks, token, device)
+            meeting.give_up(reason)
+            meeting.fail(reason)
+
+    def _meeting(self, ranks: tuple[int, ...], token: str, device: str) -> Meeting:
+        if token != self._token:
+            self._forget_meetings()
+            self._token = token
+        meeting = Meeting(self._connected(), f"{self._prefix}/{token}", device, ranks, self.rank)
+        self._meetings.append(meeting)
+        return meeting
 
     def _find(self, ranks: tuple[int, ...], given: Any | None, device: str) -> Communicator | None:
         if given is None:

@@ -108,6 +108,8 @@ class BroadcastWalker:
         groups: Mapping[GroupKey, BroadcastGroup],
         target_of: TargetOf,
     ) -> None:
+        self._sharing = sharing
+        sharing.is_begun = True
         self._operations = sharing.schedule.operations
         self._parts = sharing.schedule.parts
         self._rank = sharing.rank
@@ -149,6 +151,7 @@ class BroadcastWalker:
             self._start(operation)
         while self._under_way:
             self._complete()
+        self._sharing.is_done = True
         if self._error is not None:
             raise self._error
 

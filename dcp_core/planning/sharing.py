@@ -8,7 +8,7 @@ from dcp_core.planning.own_reads import OwnReads
 from dcp_core.planning.schedule import Schedule
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Sharing:
     """One rank's part of reading together.
 
@@ -16,8 +16,12 @@ class Sharing:
         rank: Its number in the job.
         schedule: What it sends and receives.
         own: What it reads itself.
+        is_begun: Whether it is on its way through its schedule.
+        is_done: Whether it has been through, successful or not: nobody waits for it any more.
     """
 
     rank: int
     schedule: Schedule
     own: OwnReads
+    is_begun: bool = False
+    is_done: bool = False

@@ -305,12 +305,13 @@ class LoadRecipe:
         self._objects.update(_decode_objects(shared))
         if own:
             self._plan = self._plan.with_items(_decode_items(own))
-        self._read_objects([want for want in self._plan.objects if want.stored.name not in self._objects])
         if sources:
             self._plan = self._shared.shared_plan(self._plan, sources)
-        plan = self.planner.finalize_plan(self._plan)
-        with stage("execute_read"), self._shared.open_groups(plan, token.decode()) as groups:
-            self.reader.execute_read(plan, self.planner, groups, self.options.broadcast_batch_bytes)
+        with self._shared.taking_part(self._plan, self.planner, token.decode()) as open_groups:
+            self._read_objects([want for want in self._plan.objects if want.stored.name not in self._objects])
+            plan = self.planner.finalize_plan(self._plan)
+            with stage("execute_read"):
+                self.reader.execute_read(plan, self.planner, open_groups(), self.options.broadcast_batch_bytes)
         for position, want in enumerate(plan.objects):
             self.planner.apply_bytes(plan.object_item(position), self._objects[want.stored.name])
         for want in plan.objects:

@@ -6,17 +6,18 @@ import logging
 import os
 import secrets
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
 from dcp_core.adapter import BroadcastGroup, Broadcasts
-from dcp_core.errors import DcpError
+from dcp_core.errors import CoordinationError, DcpError
+from dcp_core.execution.broadcast import BroadcastWalker
 from dcp_core.execution.interfaces import StorageReader
 from dcp_core.planning.load_plan import LoadPlan
 from dcp_core.planning.own_reads import plan_own_reads
 from dcp_core.planning.planners import LoadPlanner
-from dcp_core.planning.rank_groups import GroupKey, Origin
+from dcp_core.planning.rank_groups import GroupKey, Origin, SharedGroup
 from dcp_core.planning.read_sources import SharingOptions, assign_sources
 from dcp_core.planning.schedule import ScheduleLimits, make_schedule
 from dcp_core.planning.shared_offers import HeldGroup, Offer, encode_offer, find_buffers
@@ -24,6 +25,9 @@ from dcp_core.planning.sharing import Sharing
 from dcp_core.planning.source_answers import decode_sources
 from dcp_core.planning.standard_load import StandardLoadPlanner
 from dcp_core.recipes.job import Job
+
+OpenGroups = Callable[[], Mapping[GroupKey, BroadcastGroup]]
+"""Opens groups; they are opened once."""
 
 LEAST_PROBED_BYTES = 64 << 20
 """With "auto", a rank that could share so much reads a few MiB first, to see how fast storage is."""
@@ -139,24 +143,76 @@ class SharedReads:
         return own.plan
 
     @contextmanager
-    def open_groups(self, plan: LoadPlan, token: str) -> Iterator[Mapping[GroupKey, BroadcastGroup]]:
-        """The groups of a plan's schedule, opened in their order and closed in it, error or not."""
-        if plan.sharing is None or self._broadcasts is None:
-            yield {}
-            return
+    def taking_part(self, plan: LoadPlan, planner: LoadPlanner, token: str) -> Iterator[OpenGroups]:
+        """Take part in what a plan shares, from the moment on at which others count on this rank.
+
+        Gives what opens the groups of the plan's schedule, in their order; they are closed in it, error or not. A rank
+        on which something goes wrong before it has begun to broadcast goes through its schedule all the same, with
+        whatever is there: the final exchange tells the others of its error.
+
+        Args:
+            plan: With readers chosen.
+            planner: Holds the targets.
+            token: Of this load.
+        """
         groups: dict[GroupKey, BroadcastGroup] = {}
+        sharing, broadcasts = plan.sharing, self._broadcasts
+        if sharing is None or broadcasts is None:
+            yield lambda: groups
+            return
+
+        def open_groups() -> Mapping[GroupKey, BroadcastGroup]:
+            return self._open_groups(sharing.schedule.groups, broadcasts, token, groups)
+
         try:
-            for shared in plan.sharing.schedule.groups:
-                key = shared.key
-                given = {Origin.GIVEN: self._given.get(key.ranks), Origin.EXISTING: shared.name}.get(shared.origin)
-                groups[key] = self._broadcasts.open(
-                    key.ranks, given, self._timeout_seconds, token=token, device=self._device_of[key.kind]
-                )
-            yield groups
+            yield open_groups
+        except Exception as error:
+            if not sharing.is_begun and isinstance(planner, StandardLoadPlanner):
+                with suppress(Exception):
+                    BroadcastWalker(sharing, plan.wanted, open_groups(), planner.target_of).finish()
+            self._leave(sharing, broadcasts, token, groups, error)
+            raise
+        except BaseException as error:
+            self._leave(sharing, broadcasts, token, groups, error)
+            raise
         finally:
             for group in groups.values():
                 with suppress(Exception):
                     group.close()
+
+    def _open_groups(
+        self, wanted: Sequence[SharedGroup], broadcasts: Broadcasts, token: str, groups: dict[GroupKey, BroadcastGroup]
+    ) -> Mapping[GroupKey, BroadcastGroup]:
+        for shared in wanted:
+            key = shared.key
+            if key in groups:
+                continue
+            given = {Origin.GIVEN: self._given.get(key.ranks), Origin.EXISTING: shared.name}.get(shared.origin)
+            groups[key] = broadcasts.open(
+                key.ranks, given, self._timeout_seconds, token=token, device=self._device_of[key.kind]
+            )
+        return groups
+
+    def _leave(
+        self,
+        sharing: Sharing,
+        broadcasts: Broadcasts,
+        token: str,
+        groups: Mapping[GroupKey, BroadcastGroup],
+        error: BaseException,
+    ) -> None:
+        """Tell the members of all groups that this rank broadcasts no more, unless it has done all it should."""
+        if sharing.is_done:
+            return
+        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+        for shared in sharing.schedule.groups:
+            key = shared.key
+            with suppress(Exception):
+                if key in groups:
+                    groups[key].fail(CoordinationError(reason))
+                else:
+                    text = f"rank {self._job.group.global_rank} had failed before: {reason}"
+                    broadcasts.give_up(key.ranks, text, token=token, device=self._device_of[key.kind])
 
 
 def _boot_id() -> str:

@@ -82,6 +82,10 @@ class NumpyBroadcasts:
         self._groups.append(opened)
         return opened
 
+    def give_up(self, ranks: tuple[int, ...], reason: str, *, token: str, device: str = "cpu") -> None:
+        """Tell the members of a group that this rank will not open it; see `dcp_core.adapter.Broadcasts`."""
+        self.open(ranks, None, 0.0, token=token, device=device).fail(CoordinationError(reason))
+
 
 class NumpyBroadcastGroup:
     """`dcp_core.adapter.BroadcastGroup` for numpy ranks.

@@ -15,8 +15,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import dcp_torch
 from dcp_core.errors import CoordinationError, CorruptError, DcpError, IncompleteError, StorageError
 from dcp_core.execution.filesystem import FileSystemReader
+from dcp_core.execution.interfaces import PlannedRead
+from dcp_core.metadata import StoredObject
+from dcp_core.recipes.load import OBJECT_HANDED_OUT_BYTES
 from dcp_core.testing.ranks import RankProcessError
 from dcp_torch import wires
 from tests.torch.gloo_ranks import TorchRank, run_gloo
@@ -25,6 +29,7 @@ from tests.torch.shared_reads import (
     CountedOperations,
     Layout,
     Part,
+    filled,
     footprint,
     load,
     poisoned,
@@ -300,3 +305,80 @@ def test_a_rank_without_memory_for_a_batch_says_so_and_nobody_waits_for_it(tmp_p
         assert wrong == 0
     for of_rank in told:
         assert [text for (_, text, _), _ in of_rank] == [text for (_, text, _), _ in told[0]]
+
+
+class LeavingReader(FileSystemReader):
+    """On rank 1, fails when the others count on it: at an object too large to be handed out, or before it reads."""
+
+    def __init__(self, directory: Path, where: str) -> None:
+        super().__init__(directory)
+        self._where = where if dist.get_rank() == 1 else ""
+
+    def read_object(self, stored: StoredObject) -> bytes:
+        if self._where == "object":
+            raise StorageError("could not read the object: it is gone")
+        if self._where == "quit before groups are open":
+            raise SystemExit("it is gone")
+        return super().read_object(stored)
+
+    def execute_read(self, plan: PlannedRead, *args: Any, **options: Any) -> None:
+        if self._where == "start":
+            raise StorageError("could not begin: it is gone")
+        if self._where == "quit":
+            raise SystemExit("it is gone")
+        super().execute_read(plan, *args, **options)
+        if self._where == "end":
+            raise StorageError("could not end: it is gone")
+
+
+def load_while_one_leaves(rank: TorchRank, directory: Path) -> list[tuple[Raised, list[str]]]:
+    """In groups made for the load, and in given ones; then all is well."""
+    found = []
+    everybody = tuple(range(rank.world_size))
+    for where in ("object", "start", "end"):
+        for groups in (None, {everybody: dist.group.WORLD}):
+            target = poisoned(layout_of(0)) | {"object": b""}
+            reader = LeavingReader(directory, where)
+            outcome = outcome_of_load(target, None, storage_reader=reader, broadcast_groups=groups)
+            state = poisoned(layout_of(0)) | {"object": b""}
+            load(state, directory)
+            found.append((outcome, wrong_in(state, layout_of(0))))
+    return found
+
+
+def load_while_one_quits(rank: TorchRank, directory: Path) -> list[tuple[str, float, list[str]]]:
+    found = []
+    for where in ("quit before groups are open", "quit"):
+        target, began, text = poisoned(layout_of(0)) | {"object": b""}, time.monotonic(), ""
+        try:
+            load(target, None, storage_reader=LeavingReader(directory, where))
+        except (DcpError, SystemExit) as error:
+            text = f"{type(error).__name__}: {error}"
+        seconds = time.monotonic() - began
+        state = poisoned(layout_of(0)) | {"object": b""}
+        load(state, directory)
+        found.append((text, seconds, wrong_in(state, layout_of(0))))
+    return found
+
+
+def test_a_rank_that_is_told_to_end_before_it_broadcasts_is_heard_at_once(tmp_path: Path) -> None:
+    big = {"object": b"x" * (OBJECT_HANDED_OUT_BYTES + 1)}
+    dcp_torch.save(filled(layout_of(0)) | big, checkpoint_id=tmp_path / "c", no_dist=False, durable=False)
+    for of_rank in run_gloo(load_while_one_quits, 4, tmp_path / "c", timeout_seconds=100):
+        for text, seconds, wrong in of_rank:
+            assert "it is gone" in text and "SystemExit" in text
+            assert seconds < SOON
+            assert wrong == []
+
+
+def test_a_rank_that_fails_before_it_broadcasts_or_after_is_heard_at_once(tmp_path: Path) -> None:
+    big = {"object": b"x" * (OBJECT_HANDED_OUT_BYTES + 1)}
+    dcp_torch.save(filled(layout_of(0)) | big, checkpoint_id=tmp_path / "c", no_dist=False, durable=False)
+    told = run_gloo(load_while_one_leaves, 4, tmp_path / "c", timeout_seconds=100)
+    for of_rank in told:
+        assert [kind for (kind, _, _), _ in of_rank] == [StorageError] * 6
+        assert [text for (_, text, _), _ in of_rank] == [text for (_, text, _), _ in told[0]]
+        for (_, text, seconds), wrong in of_rank:
+            assert text.startswith("rank 1: could not ") and "it is gone" in text
+            assert seconds < SOON
+            assert wrong == []
