@@ -14,6 +14,7 @@ import numpy as np
 
 from dcp_core.box import Box
 from dcp_core.metadata import Int64
+from dcp_core.planning.block_edges import span_in
 from dcp_core.planning.span_columns import Mask, SpanColumns
 
 GAP_BYTES = 1 << 14
@@ -56,19 +57,12 @@ def hulls_of(columns: SpanColumns) -> Hulls:
     Args:
         columns: Regions inside their chunks.
     """
-    rows, depth = columns.sizes.shape
-    stride = columns.itemsize.copy()
-    start, reach = np.zeros(rows, np.int64), np.zeros(rows, np.int64)
-    nbytes = columns.itemsize.copy()
-    for dim in reversed(range(depth)):
-        start += columns.offsets[:, dim] * stride
-        reach += (columns.sizes[:, dim] - 1) * stride
-        nbytes *= columns.sizes[:, dim]
-        stride *= columns.chunk_sizes[:, dim]
-    is_empty = nbytes == 0
-    start[is_empty] = 0
-    stop = np.where(is_empty, 0, start + reach + columns.itemsize)
-    return Hulls(start, stop, nbytes, stride, stop - start == nbytes)
+    low, reach, numel = span_in(columns.offsets, columns.sizes, columns.chunk_sizes)
+    start = np.where(numel == 0, 0, low * columns.itemsize)
+    stop = np.where(numel == 0, 0, start + reach * columns.itemsize)
+    nbytes = numel * columns.itemsize
+    chunk_nbytes = np.prod(columns.chunk_sizes, axis=1, dtype=np.int64) * columns.itemsize
+    return Hulls(start, stop, nbytes, chunk_nbytes, stop - start == nbytes)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -60,7 +60,7 @@ def span_in(offsets: Int64, sizes: Int64, extent: Int64) -> tuple[Int64, Int64, 
 
     Args:
         offsets: Where they start in what holds them. Shape (N, D), elements.
-        sizes: Their extents, padded with 1, none of them empty. Shape (N, D).
+        sizes: Their extents, padded with 1; what is said of empty ones means nothing. Shape (N, D).
         extent: Extents of what holds them, padded with 1. Shape (N, D).
 
     Returns:
