@@ -19,6 +19,7 @@ from dcp_core.errors import ArgumentError, CoordinationError, CoordinationTimeou
 from dcp_torch import wires
 from dcp_torch.communicators import Communicator
 from dcp_torch.meeting import Meeting
+from dcp_torch.wires import View
 
 REMEDY = "see the logs of these ranks; or load with broadcast_replicated_tensors=False: every rank reads for itself"
 
@@ -44,19 +45,19 @@ class TorchBroadcastGroup:
         self._looked_at = self._moved_at
         self._ending: threading.Thread | None = None
 
-    def wire(self, view: torch.Tensor) -> torch.Tensor | None:
+    def wire(self, view: View) -> torch.Tensor | None:
         """The view's own memory as bytes; None where it is not plain bytes."""
         return wires.wire_of(view)
 
-    def temporary(self, nbytes: int, view: torch.Tensor) -> torch.Tensor:
+    def temporary(self, nbytes: int, view: View) -> torch.Tensor:
         """Bytes on the device of a view, of undefined content."""
         return wires.new_wire(nbytes, view)
 
-    def pack(self, views: Sequence[torch.Tensor], wire: torch.Tensor) -> None:
+    def pack(self, views: Sequence[View], wire: torch.Tensor) -> None:
         """Copy the raw bits of views, one after the other, row-major, to a wire."""
         wires.pack(views, wire)
 
-    def unpack(self, wire: torch.Tensor, views: Sequence[torch.Tensor]) -> None:
+    def unpack(self, wire: torch.Tensor, views: Sequence[View]) -> None:
         """Undo `pack`, in one operation."""
         wires.unpack(wire, views)
 
