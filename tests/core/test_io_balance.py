@@ -160,7 +160,7 @@ def load_metered(
             for name, box in boxes[context.rank].items()
         }
         meter = MeteredOperations()
-        load(target, directory, storage_reader=reader_over(meter), verify=verify)
+        load(target, directory, storage_reader=reader_over(meter), verify=verify, broadcast_replicated_tensors=False)
         wanted = 0
         for number, (name, shape) in enumerate(shapes.items()):
             if name in target:
