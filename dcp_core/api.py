@@ -222,9 +222,10 @@ def load(
         except ArgumentError as error:
             failed = failed or error
             reader, chosen, timeout_seconds = FileSystemReader(), StandardLoadPlanner(), _usable(timeout_seconds)
+            broadcast_batch_bytes = BATCH_BYTES
         options = LoadOptions(
             checkpoint_id, float(timeout_seconds), verify, broadcast_replicated_tensors, broadcast_groups,
-            broadcast_batch_bytes,
+            int(broadcast_batch_bytes),
         )  # fmt: skip
         LoadRecipe(job, reader, chosen, options).run(state_dict, failed=failed)
 
@@ -374,7 +375,7 @@ def _check_broadcast(broadcast: object, groups: object, batch_bytes: object) -> 
         raise ArgumentError("broadcast_groups was given with broadcast_replicated_tensors=False; leave one of them out")
     if groups is not None and not isinstance(groups, Mapping):
         raise ArgumentError(f"broadcast_groups must map tuples of ranks to groups, found {type(groups).__name__}")
-    if isinstance(batch_bytes, bool) or not isinstance(batch_bytes, int) or batch_bytes < 0:
+    if isinstance(batch_bytes, bool) or not isinstance(batch_bytes, (int, np.integer)) or batch_bytes < 0:
         raise ArgumentError(f"broadcast_batch_bytes must be a number of bytes, 0 or more, found {batch_bytes!r}")
 
 

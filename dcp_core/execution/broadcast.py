@@ -17,7 +17,7 @@ from typing import Any
 
 from dcp_core.adapter import BroadcastGroup, BroadcastWork
 from dcp_core.coordination.verdict import name_ranks
-from dcp_core.errors import CoordinationError
+from dcp_core.errors import CoordinationError, PlanningError
 from dcp_core.planning.buffer_parts import box_of_run
 from dcp_core.planning.leaves import TensorAccess
 from dcp_core.planning.rank_groups import GroupKey
@@ -99,6 +99,9 @@ class BroadcastWalker:
         boxes: What it wants.
         groups: The open groups of the schedule.
         target_of: Gives the targets.
+
+    Raises:
+        PlanningError: Another one has been through the schedule, or is on its way.
     """
 
     def __init__(
@@ -108,6 +111,11 @@ class BroadcastWalker:
         groups: Mapping[GroupKey, BroadcastGroup],
         target_of: TargetOf,
     ) -> None:
+        if sharing.is_begun:
+            raise PlanningError(
+                "this plan's shared reads have been carried out already; a reader that reads twice must say "
+                "`shares_reads = False`"
+            )
         self._sharing = sharing
         sharing.is_begun = True
         self._operations = sharing.schedule.operations

@@ -360,6 +360,7 @@ class FileSystemReader(StorageReader):
             walker.advance(0)
             self._read(sharing.own.spans, planner, walker.advance)
         except BaseException:
+            sharing.is_spoiled = True
             with suppress(Exception):  # what stopped the reading comes first
                 walker.finish()
             raise

@@ -197,7 +197,9 @@ def check_save_id(found: bytes, save_id: str, name: str) -> None:
     """
     if found == save_id.encode():
         return
-    reason = "was never finished" if not found.strip(b"0\0") else f"belongs to the save {found!r}"
+    reason = (
+        "was never finished" if not found.strip(b"0\0") else f"belongs to the save {found.decode('ascii', 'replace')}"
+    )
     raise CorruptError(
         f"{name}: the file {reason}, the checkpoint to the save {save_id}; something replaced it: restore the file, "
         "or load another checkpoint"

@@ -18,6 +18,7 @@ class Sharing:
         own: What it reads itself.
         is_begun: Whether it is on its way through its schedule.
         is_done: Whether it has been through, successful or not: nobody waits for it any more.
+        is_spoiled: Whether it has sent what it had failed to read.
     """
 
     rank: int
@@ -25,3 +26,4 @@ class Sharing:
     own: OwnReads
     is_begun: bool = False
     is_done: bool = False
+    is_spoiled: bool = False

@@ -10,8 +10,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
+import numpy as np
+
 from dcp_core.adapter import BroadcastGroup, Broadcasts
-from dcp_core.errors import CoordinationError, DcpError
+from dcp_core.errors import CoordinationError, DcpError, PlanningError
 from dcp_core.execution.broadcast import BroadcastWalker
 from dcp_core.execution.interfaces import StorageReader
 from dcp_core.planning.load_plan import LoadPlan
@@ -24,6 +26,7 @@ from dcp_core.planning.shared_offers import HeldGroup, Offer, encode_offer, find
 from dcp_core.planning.sharing import Sharing
 from dcp_core.planning.source_answers import decode_sources
 from dcp_core.planning.standard_load import StandardLoadPlanner
+from dcp_core.planning.target_memory import overlapping
 from dcp_core.recipes.job import Job
 
 OpenGroups = Callable[[], Mapping[GroupKey, BroadcastGroup]]
@@ -80,7 +83,12 @@ class SharedReads:
         is_standard = isinstance(planner, StandardLoadPlanner) and planner.can_share
         if broadcasts is not None and reader.shares_reads and is_standard:
             assert isinstance(planner, StandardLoadPlanner), "just seen"
-            kinds = [self._kind_of(broadcasts, planner.device_of(row)) for row in range(len(kinds))]
+            rows = range(len(kinds))
+            kinds = [self._kind_of(broadcasts, planner.device_of(row)) for row in rows]
+            targets = [planner.target_of(row) if planner.device_of(row) == _HOST_DEVICE else None for row in rows]
+            arrays = [None if target is None else target[1].host_array(target[0]) for target in targets]
+            for row in np.flatnonzero(overlapping(arrays)).tolist():
+                kinds[row] = None
             groups = self._held_groups(broadcasts, planner)
         buffers, alone_nbytes = find_buffers(plan, kinds)
         host = f"{socket.gethostname()} {_boot_id()}"
@@ -166,6 +174,7 @@ class SharedReads:
 
         try:
             yield open_groups
+            _check_shared(sharing)
         except Exception as error:
             if not sharing.is_begun and isinstance(planner, StandardLoadPlanner):
                 with suppress(Exception):
@@ -213,6 +222,24 @@ class SharedReads:
                 else:
                     text = f"rank {self._job.group.global_rank} had failed before: {reason}"
                     broadcasts.give_up(key.ranks, text, token=token, device=self._device_of[key.kind])
+
+
+def _check_shared(sharing: Sharing) -> None:
+    """See that a reader that came back without an error has sent what others wait for.
+
+    Raises:
+        PlanningError: It has not.
+    """
+    remedy = "let the reader say `shares_reads = False`: then every rank reads for itself"
+    if not sharing.is_done:
+        raise PlanningError(
+            f"execute_read did not carry out the plan's `sharing`, so others wait for its reads; {remedy}"
+        )
+    if sharing.is_spoiled:
+        raise PlanningError(
+            "execute_read went on after a read had failed, but others have got what was in the targets then; raise the "
+            f"error, or {remedy}"
+        )
 
 
 def _boot_id() -> str:

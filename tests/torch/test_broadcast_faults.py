@@ -16,11 +16,12 @@ import torch
 import torch.distributed as dist
 
 import dcp_torch
-from dcp_core.errors import CoordinationError, CorruptError, DcpError, IncompleteError, StorageError
+from dcp_core.errors import CoordinationError, CorruptError, DcpError, IncompleteError, PlanningError, StorageError
 from dcp_core.execution.filesystem import FileSystemReader
-from dcp_core.execution.interfaces import PlannedRead
+from dcp_core.execution.interfaces import PlannedRead, ReadTarget
 from dcp_core.metadata import StoredObject
 from dcp_core.recipes.load import OBJECT_HANDED_OUT_BYTES
+from dcp_core.storage.local import LocalStorage
 from dcp_core.testing.ranks import RankProcessError
 from dcp_torch import wires
 from tests.torch.gloo_ranks import TorchRank, run_gloo
@@ -344,6 +345,47 @@ def load_while_one_leaves(rank: TorchRank, directory: Path) -> list[tuple[Raised
             load(state, directory)
             found.append((outcome, wrong_in(state, layout_of(0))))
     return found
+
+
+class RecoveringReader(FileSystemReader):
+    """On rank 1, goes on after reads have failed, reads twice, or does not read together at all."""
+
+    def __init__(self, directory: Path, how: str, operations: CountedOperations) -> None:
+        super().__init__(storage=LocalStorage(directory, operations))
+        self._how = how if dist.get_rank() == 1 else ""
+
+    def execute_read(self, plan: PlannedRead, planner: ReadTarget, *args: Any, **options: Any) -> None:
+        if self._how == "does nothing":
+            return
+        try:
+            super().execute_read(plan, planner, *args, **options)
+        except StorageError:
+            if self._how == "reads again":
+                super().execute_read(plan, planner, *args, **options)
+
+
+def load_while_one_recovers(rank: TorchRank, directory: Path) -> list[tuple[Raised, list[str]]]:
+    found = []
+    for how in ("does nothing", "recovers", "reads again"):
+        operations = FailingOperations(2) if rank.rank == 1 and how != "does nothing" else CountedOperations()
+        reader = RecoveringReader(directory, how, operations)
+        outcome = outcome_of_load(poisoned(layout_of(0)), None, storage_reader=reader)
+        state = poisoned(layout_of(0))
+        load(state, directory)
+        found.append((outcome, wrong_in(state, layout_of(0))))
+    return found
+
+
+def test_a_reader_that_does_not_send_what_others_wait_for_is_an_error_on_all_ranks(tmp_path: Path) -> None:
+    save_all(tmp_path / "c", ranks=1)
+    for of_rank in run_gloo(load_while_one_recovers, 2, tmp_path / "c", timeout_seconds=100):
+        for ((kind, text, seconds), wrong), expected in zip(
+            of_rank, ("did not carry out", "went on after a read had failed", "carried out already"), strict=True
+        ):
+            assert kind is PlanningError
+            assert expected in text and "shares_reads = False" in text
+            assert seconds < SOON
+            assert wrong == []
 
 
 def load_while_one_quits(rank: TorchRank, directory: Path) -> list[tuple[str, float, list[str]]]:
