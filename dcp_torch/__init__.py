@@ -57,8 +57,9 @@ if TYPE_CHECKING:
     from dcp_core.planning.standard_load import StandardLoadPlanner
     from dcp_core.planning.standard_save import StandardSavePlanner
     from dcp_core.state_path import PerRank
-    from dcp_torch.annotate import ChunkInfo, annotate_shard
+    from dcp_torch.annotate import ChunkInfo, annotate_shard, split_flat
     from dcp_torch.api import async_save, load, save
+    from dcp_torch.parts import describe_parts
 
 __all__ = [
     "AdapterError",
@@ -112,9 +113,11 @@ __all__ = [
     "annotate_shard",
     "async_save",
     "clear_plan_cache",
+    "describe_parts",
     "load",
     "read",
     "save",
+    "split_flat",
     "wait_all",
 ]
 
@@ -185,12 +188,14 @@ _HOMES = {
     "dcp_torch.annotate": (
         "ChunkInfo",
         "annotate_shard",
+        "split_flat",
     ),
     "dcp_torch.api": (
         "async_save",
         "load",
         "save",
     ),
+    "dcp_torch.parts": ("describe_parts",),
 }
 
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
