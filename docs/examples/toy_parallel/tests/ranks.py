@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,20 +16,25 @@ from dcp_core.testing.ranks import RankContext, preload, run_ranks
 preload("torch", "torch.distributed.tensor", "dcp_torch.api")
 
 
-def on_ranks(ranks: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """Call `function(rank, ranks, *arguments)` on each of some ranks, and return what they return, by rank."""
-    with tempfile.TemporaryDirectory() as directory:
-        return run_ranks(_start, ranks, Path(directory) / "store", function, arguments, timeout_seconds=60)
-
-
-def _start(context: RankContext, store: Path, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+@contextmanager
+def gloo_group(context: RankContext) -> Iterator[None]:
+    """Join the job of all ranks, and leave it together."""
     torch.set_num_threads(1)
-    meeting = FileStore(str(store), context.world_size)
     ranks, deadline = context.world_size, timedelta(seconds=30)
+    meeting = FileStore(str(context.channel_directory / "gloo"), ranks)
     dist.init_process_group("gloo", store=meeting, rank=context.rank, world_size=ranks, timeout=deadline)
     try:
-        found = function(context.rank, context.world_size, *arguments)
+        yield
         dist.barrier()
-        return found
     finally:
         dist.destroy_process_group()
+
+
+def on_ranks(ranks: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """Call `function(rank, ranks, *arguments)` on each of some ranks, and return what they return, by rank."""
+    return run_ranks(_start, ranks, function, arguments, timeout_seconds=60)
+
+
+def _start(context: RankContext, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    with gloo_group(context):
+        return function(context.rank, context.world_size, *arguments)
