@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import itertools
 import math
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 
 from dcp_core.box import slices as box_slices
 from dcp_core.errors import ArgumentError, UnsupportedValueError
+from dcp_core.planning import cuts, ragged, tensor_map
 from dcp_core.planning.cuts import Cut, LocalLayout, cut_runs, local_layout
 from dcp_core.planning.ragged import ragged_range
 from dcp_core.planning.tensor_map import TensorMapLayout
@@ -261,3 +263,9 @@ def test_ragged_parts_follow_each_other_and_have_their_share(units: list[int], t
 def test_ragged_units_that_do_not_fit_are_refused(dims: Any, units: Any, index: int, words: str) -> None:
     with pytest.raises(UnsupportedValueError, match=words):
         ragged_range((4, 3), dims, units, index)
+
+
+@pytest.mark.parametrize("module", [cuts, ragged, tensor_map])
+def test_the_examples_in_the_docs_are_true(module: Any) -> None:
+    found = doctest.testmod(module)
+    assert found.attempted and not found.failed

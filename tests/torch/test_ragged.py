@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import itertools
 import random
 from collections.abc import Sequence
@@ -24,6 +25,7 @@ import dcp_torch
 from dcp_core.box import slices as box_slices
 from dcp_core.errors import ArgumentError, UnsupportedValueError
 from dcp_core.planning.leaves import LocalTensor
+from dcp_torch import annotate, parts
 from dcp_torch.adapter import TorchAdapter
 from dcp_torch.parts import describe_parts
 from dcp_torch.sharding import ragged_part
@@ -280,7 +282,7 @@ def test_a_rank_without_parts_tells_its_dtype() -> None:
 
 
 @pytest.mark.parametrize(
-    ("parts", "words"),
+    ("found", "words"),
     [
         ([(torch.ones(2), (3,))], "reaches beyond"),
         ([(torch.ones(2, 1), (0, 0))], "as many dimensions"),
@@ -288,6 +290,12 @@ def test_a_rank_without_parts_tells_its_dtype() -> None:
         ([(torch.ones(2, device="meta"), (0,))], "meta device"),
     ],
 )
-def test_parts_that_cannot_be_described_are_refused(parts: Any, words: str) -> None:
+def test_parts_that_cannot_be_described_are_refused(found: Any, words: str) -> None:
     with pytest.raises(UnsupportedValueError, match=words):
-        describe_parts(parts, global_shape=(4,))
+        describe_parts(found, global_shape=(4,))
+
+
+@pytest.mark.parametrize("module", [annotate, parts])
+def test_the_examples_in_the_docs_are_true(module: Any) -> None:
+    found = doctest.testmod(module)
+    assert found.attempted and not found.failed
