@@ -22,7 +22,7 @@ from dcp_core.testing.conformance.broadcasts import BroadcastConformance
 from dcp_core.testing.conformance.carrier import CarrierConformance
 from dcp_core.testing.conformance.describer import DescriberConformance
 from dcp_core.testing.conformance.groups import GroupConformance
-from dcp_core.testing.conformance.samples import Bits
+from dcp_core.testing.conformance.samples import Bits, View
 from dcp_core.testing.conformance.storage import StorageConformance
 from dcp_core.testing.device_ranks import DeviceRankAdapter
 from dcp_core.testing.devices import DeviceArray, SimulatedDevice
@@ -68,27 +68,27 @@ class TestArraysOfRawBits(AdapterConformance):
     def bits_of(self, tensor: Any) -> Bits:
         return np.array(tensor.arrays[0])
 
-    def view_of(self, tensor: Any, index: Any) -> Any | None:
-        part = tensor.arrays[0][index]
+    def view_of(self, tensor: Any, view: View) -> Any | None:
+        part = view(tensor.arrays[0])
         return ShardedArray(part.shape, [Box.whole(part.shape)], [part], tensor.dtype_name)
 
 
 class DeviceTensors:
     """Arrays on a simulated device."""
 
-    device_ = SimulatedDevice(pace="at once")
+    device = SimulatedDevice(pace="at once")
 
     def make_adapter(self) -> Adapter:
         return DeviceRankAdapter()
 
     def make_tensor(self, bits: Bits, dtype: DType) -> Any | None:
-        return self.device_.put(bits, dtype.name)
+        return self.device.put(bits, dtype.name)
 
     def bits_of(self, tensor: Any) -> Bits:
-        return self.device_.get(tensor)
+        return self.device.get(tensor)
 
-    def view_of(self, tensor: Any, index: Any) -> Any | None:
-        return DeviceArray(self.device_, tensor.dtype, tensor.memory[index])
+    def view_of(self, tensor: Any, view: View) -> Any | None:
+        return DeviceArray(self.device, tensor.dtype, view(tensor.memory))
 
 
 class TestDeviceAdapter(DeviceTensors, AdapterConformance):

@@ -201,23 +201,22 @@ class DescriberConformance(RankedSuite):
         return accepted
 
     def test_what_is_saved_in_a_layout_is_loaded_in_any_other(self, tmp_path: Path) -> None:
-        """Through real saves and loads: each layout and each number of ranks is saved, and loaded from another."""
-        count = max(len(self.layouts), len(self.worlds))
-        cases = [(self.layouts[n % len(self.layouts)], self.worlds[n % len(self.worlds)]) for n in range(count)]
-        for number, ((layout, world), target) in enumerate(zip(cases, cases[1:] + cases[:1], strict=True)):
-            directory = str(tmp_path / str(number))
-            self.run_in_ranks(self.save_value, world, layout, directory)
-            wrong = self.run_in_ranks(self.load_value, target[1], target[0], directory)
-            assert wrong == [[]] * target[1], f"saved as {layout} on {world} ranks, loaded as {target}"
+        """Through real saves and loads: each layout on each number of ranks loads what the one before it has saved."""
+        cases = list(itertools.product(self.layouts, self.worlds))
+        saved = None
+        for layout, world in (*cases, cases[0]):
+            place = str(tmp_path / f"{layout} on {world}")
+            wrong = self.run_in_ranks(self.load_and_save, world, layout, saved, place)
+            assert wrong == [[]] * world, f"loaded {saved!r} as {layout} on {world} ranks"
+            saved = place
 
-    def save_value(self, context: RankContext, adapter: Adapter, layout: str, directory: str) -> None:
-        """A job: save a value of each type."""
-        api.save(self._state(context, layout, seed=0), checkpoint_id=directory, **_options(adapter))
-
-    def load_value(self, context: RankContext, adapter: Adapter, layout: str, directory: str) -> list[str]:
-        """A job: load a value of each type; gives those that are wrong."""
-        state = self._state(context, layout, seed=1)
-        api.load(state, checkpoint_id=directory, **_options(adapter))
+    def load_and_save(
+        self, context: RankContext, adapter: Adapter, layout: str, saved: str | None, place: str
+    ) -> list[str]:
+        """A job: load a value of each type where something was saved, then save it; gives those that are wrong."""
+        state = self._state(context, layout, seed=0 if saved is None else 1)
+        if saved is not None:
+            api.load(state, checkpoint_id=saved, **_options(adapter))
         wrong = []
         for name, value in state.items():
             whole = random_bits(dtype_named(name), self.shape)
@@ -225,6 +224,7 @@ class DescriberConformance(RankedSuite):
             assert found is not None
             if _bits_of(found) != tuple(raw(whole[slices(box)]) for box in found.boxes):
                 wrong.append(name)
+        api.save(state, checkpoint_id=place, **_options(adapter))
         return wrong
 
     # -- what ranks do -----------------------------------------------------------------------------------------------

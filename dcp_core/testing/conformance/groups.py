@@ -10,7 +10,6 @@ from dcp_core.coordination.exchange import Exchange
 from dcp_core.testing.conformance.suite import RankedSuite
 from dcp_core.testing.ranks import RankContext
 
-_SECONDS = 30.0
 _DRAIN_SECONDS = 2.0
 
 
@@ -25,7 +24,13 @@ class _Place:
 
 
 class GroupConformance(RankedSuite):
-    """Tests of `Adapter.process_group`. `in_rank` starts the framework's job, and gives the adapter."""
+    """Tests of `Adapter.process_group`. `in_rank` starts the framework's job, and gives the adapter.
+
+    Attributes:
+        patience_seconds: How long something may take that should happen at once.
+    """
+
+    patience_seconds = 20.0
 
     def test_every_rank_knows_its_place(self) -> None:
         """Ranks count from 0, the world is all of them, and the group has one name in a process."""
@@ -71,7 +76,9 @@ class GroupConformance(RankedSuite):
         """A job: gather messages of several sizes; gives who sent how much, as the coordinator told."""
         group = adapter.process_group()
         assert group.channel is not None
-        exchange = Exchange(group.rank, group.world_size, group.channel, key="conformance", timeout_seconds=_SECONDS)
+        exchange = Exchange(
+            group.rank, group.world_size, group.channel, key="conformance", timeout_seconds=self.patience_seconds
+        )
         found = []
         for size in (0, 100, 9 << 20):
             told = exchange.run("gather", bytes([group.rank]) * (size + 1), compute=_tell_senders)
@@ -90,14 +97,16 @@ class GroupConformance(RankedSuite):
         if group.remote is not None:
             channel = group.remote.open()
             channel.put(f"from-{group.rank}", str(group.rank).encode())
-            received = [channel.wait(f"from-{rank}", _SECONDS) for rank in (1, 0)]
+            received = [channel.wait(f"from-{rank}", self.patience_seconds) for rank in (1, 0)]
             found = b"".join(message or b"nothing" for message in received)
         self._leave(group)
         return found
 
     def _leave(self, group: ProcessGroup) -> None:
         """Meet once more: a rank may host what carries the others' messages."""
-        exchange = Exchange(group.rank, group.world_size, group.channel, key="leave", timeout_seconds=_SECONDS)
+        exchange = Exchange(
+            group.rank, group.world_size, group.channel, key="leave", timeout_seconds=self.patience_seconds
+        )
         exchange.run("leave")
         drain(group.channel, _DRAIN_SECONDS)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,17 +17,21 @@ Bits = npt.NDArray[Any]
 SHAPE = (6, 5)
 """Shape of the tensors whose views are tried."""
 
-VIEWS: dict[str, Any] = {
-    "whole": ...,
-    "rows": slice(1, 4),
-    "columns": (slice(None), slice(1, 4)),
-    "every other": (slice(None, None, 2), slice(None, None, 3)),
-    "one row": 3,
-    "one column": (slice(None), 2),
-    "one element": (2, 3, ...),
-    "nothing": slice(0, 0),
+View = Callable[[Any], Any]
+"""Takes a part of a tensor, or of an array, that shares its memory."""
+
+VIEWS: dict[str, View] = {
+    "whole": lambda tensor: tensor[...],
+    "rows": lambda tensor: tensor[1:4],
+    "columns": lambda tensor: tensor[:, 1:4],
+    "every other": lambda tensor: tensor[::2, ::3],
+    "transposed": lambda tensor: tensor.T,
+    "one row": lambda tensor: tensor[3],
+    "one column": lambda tensor: tensor[:, 2],
+    "one element": lambda tensor: tensor[2, 3, ...],
+    "nothing": lambda tensor: tensor[0:0],
 }
-"""Views of a tensor of `SHAPE`, as what stands in brackets."""
+"""Views of a tensor of `SHAPE`, by name."""
 
 BOXES = (Box((0, 0), (6, 5)), Box((1, 0), (3, 5)), Box((0, 2), (6, 1)), Box((2, 3), (3, 2)), Box((5, 4), (1, 1)))
 """Parts of such a tensor."""

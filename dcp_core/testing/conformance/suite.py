@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dcp_core.dtype import DType
-from dcp_core.testing.conformance.samples import Bits
+from dcp_core.testing.conformance.samples import Bits, View
 from dcp_core.testing.ranks import RankContext, load_module, run_ranks
 
 
@@ -60,9 +60,17 @@ class TensorSuite:
         """Copy a tensor's raw bits, or those of a view of one, without the adapter's help."""
         raise NotImplementedError
 
-    def view_of(self, tensor: Any, index: Any) -> Any | None:
-        """The part of a tensor that `tensor[index]` is, sharing its memory; None where the framework has no such."""
-        return tensor[index]
+    def view_of(self, tensor: Any, view: View) -> Any | None:
+        """A part of a tensor, sharing its memory, as indexing with slices or `.T` gives it.
+
+        Args:
+            tensor: From `make_tensor`.
+            view: Takes the part of whatever can be indexed.
+
+        Returns:
+            The part; None where the framework has no such.
+        """
+        return view(tensor)
 
 
 class RankedSuite:
