@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed._shard.sharded_tensor import Shard as LocalShard
 from torch.distributed._shard.sharded_tensor import init_from_local_shards
+from torch.distributed._shard.sharded_tensor.shard import Shard as LocalShard
 
 from dcp_core.adapter import Describer
 from dcp_core.dtype import DType
