@@ -267,6 +267,21 @@ def test_tensors_of_torch_have_another_layout() -> None:
         assert layout_of(tensor) is None
 
 
+class Touchy(Tensor):
+    """A tensor of another library: it does not like to be asked for anything."""
+
+    def to_local(self) -> Tensor:
+        raise AssertionError("called")
+
+    @classmethod
+    def __torch_function__(cls, *arguments: Any, **more: Any) -> Any:
+        raise AssertionError("called")
+
+
+def test_a_tensor_of_another_library_is_told_apart_without_a_call() -> None:
+    assert layout_of(Tensor._make_subclass(Touchy, torch.ones(2))) is None
+
+
 def test_layouts_of_mindspore_are_read_by_their_to_dict() -> None:
     plain = {
         "device_matrix": (2, 2, 2),
