@@ -11,6 +11,7 @@ import numpy as np
 
 from dcp_core.adapter import Adapter, Describer, KeyValueChannel
 from dcp_core.arrays import NumpyAdapter
+from dcp_core.background.mailbox import Mailbox
 from dcp_core.box import Box
 from dcp_core.coordination.directory import DirectoryChannel
 from dcp_core.dtype import DType
@@ -133,6 +134,18 @@ class TestMailboxFolder(CarrierConformance):
         assert folder is not None
         folder.prepare()
         return folder
+
+
+class TestMailbox(CarrierConformance):
+    """What the background processes of a save talk through, on such a folder."""
+
+    def open_channel(self, place: Path, rank: int, world_size: int) -> KeyValueChannel:
+        folder = FileSystemWriter(place / "step").open_mailbox("0f3a")
+        assert folder is not None
+        mailbox = Mailbox(folder, rank, world_size, key="0f3a", is_committed=lambda: False)
+        if rank == 0:
+            mailbox.open()
+        return mailbox
 
 
 class TestShardedArray(RankAdapter, DescriberConformance):

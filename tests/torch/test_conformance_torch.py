@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import os
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,7 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.distributed import FileStore  # type: ignore[attr-defined]  # torch lists no exports
+import torch.distributed as dist
+from torch.distributed import FileStore, TCPStore  # type: ignore[attr-defined]  # torch lists no exports
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
@@ -28,7 +31,7 @@ from dcp_torch.adapter import TorchAdapter
 from dcp_torch.store_channel import StoreChannel
 from tests.torch.gloo_ranks import local_device, torch_rank
 
-pytestmark = pytest.mark.skipif("TORCHELASTIC_RUN_ID" in __import__("os").environ, reason="forks ranks of its own")
+pytestmark = pytest.mark.skipif("TORCHELASTIC_RUN_ID" in os.environ, reason="forks ranks of its own")
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -98,6 +101,51 @@ class TestTorchBroadcasts(TorchTensors, TorchJob, BroadcastConformance):
 class TestStoreChannel(CarrierConformance):
     def open_channel(self, place: Path, rank: int, world_size: int) -> KeyValueChannel:
         return StoreChannel(FileStore(str(place / "store"), -1), "prefix", rank=rank, world_size=world_size)
+
+
+def tcp_store(place: Path, rank: int) -> TCPStore:
+    """The store of a place: rank 0's process hosts one; others find its port in a file.
+
+    A process makes one only: to connect takes torch five seconds now and then.
+    """
+    port = place / "port"
+    if rank == 0 and not _hosted:
+        _hosted.append(TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
+    if _hosted:
+        port.with_suffix(".new").write_text(str(_hosted[0].port))
+        port.with_suffix(".new").rename(port)
+        return _hosted[0]
+    deadline = time.monotonic() + 30
+    while not port.exists():
+        assert time.monotonic() < deadline, "rank 0 does not host a store"
+        time.sleep(0.002)
+    return TCPStore("127.0.0.1", int(port.read_text()), is_master=False, wait_for_workers=False)
+
+
+_hosted: list[TCPStore] = []  # a store lives as long as its host holds it
+
+
+class TestStoreChannelOverTcp(CarrierConformance):
+    def open_channel(self, place: Path, rank: int, world_size: int) -> KeyValueChannel:
+        return StoreChannel(tcp_store(place, rank), str(place), rank=rank, world_size=world_size)
+
+
+class TestTorchGroupOverTcp(GroupConformance):
+    """A job that was started by MASTER_ADDR and MASTER_PORT: its background processes have a channel."""
+
+    @contextmanager
+    def in_rank(self, context: RankContext) -> Iterator[Adapter]:
+        store = tcp_store(context.channel_directory, context.rank)
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(store.port))
+        dist.init_process_group("gloo", store=store, rank=context.rank, world_size=context.world_size)
+        dist.barrier()
+        adapter = TorchAdapter()
+        assert context.world_size == 1 or adapter.process_group().remote is not None
+        try:
+            yield adapter
+            dist.barrier()
+        finally:
+            dist.destroy_process_group()
 
 
 @functools.cache

@@ -1,7 +1,4 @@
-"""The suite of a coordination carrier: a `KeyValueChannel` loses, tears, mixes and delays nothing.
-
-Not for a channel that takes part in the protocol itself, and looks into the messages that it carries.
-"""
+"""The suite of a coordination carrier: a `KeyValueChannel` loses, tears, mixes and delays nothing."""
 
 from __future__ import annotations
 
