@@ -57,8 +57,9 @@ if TYPE_CHECKING:
     from dcp_core.planning.standard_load import StandardLoadPlanner
     from dcp_core.planning.standard_save import StandardSavePlanner
     from dcp_core.state_path import PerRank
-    from dcp_torch.annotate import ChunkInfo, annotate_shard, split_flat
+    from dcp_torch.annotate import ChunkInfo, annotate_shard
     from dcp_torch.api import async_save, load, save
+    from dcp_torch.flat_buffers import split_flat
     from dcp_torch.parts import describe_parts
 
 __all__ = [
@@ -188,13 +189,13 @@ _HOMES = {
     "dcp_torch.annotate": (
         "ChunkInfo",
         "annotate_shard",
-        "split_flat",
     ),
     "dcp_torch.api": (
         "async_save",
         "load",
         "save",
     ),
+    "dcp_torch.flat_buffers": ("split_flat",),
     "dcp_torch.parts": ("describe_parts",),
 }
 

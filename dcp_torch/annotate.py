@@ -6,9 +6,8 @@ For frameworks that cut tensors by hand. The note is kept with the tensor and wi
 
 from __future__ import annotations
 
-import math
 import operator
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -70,7 +69,10 @@ class ChunkInfo:
     @property
     def numel(self) -> int:
         """Elements of the global tensor."""
-        return math.prod(self.global_shape)
+        found = 1
+        for size in self.global_shape:
+            found *= size
+        return found
 
 
 def _counts(name: str, values: Sequence[int]) -> tuple[int, ...]:
@@ -121,67 +123,6 @@ def annotate_shard(
         notes: dict[Hashable, ChunkInfo] = getattr(storage, _ATTRIBUTE, {})
         setattr(storage, _ATTRIBUTE, {**notes, key: chunk})
     return tensor
-
-
-def split_flat(
-    buffer: torch.Tensor,
-    *,
-    start: int,
-    shapes: Mapping[str, Sequence[int]],
-    begins: Mapping[str, int] | None = None,
-) -> dict[str, torch.Tensor]:
-    """Take apart this rank's range of a flat buffer that several tensors were packed into.
-
-    FSDP's flat parameters and distributed optimizers pack many tensors one after the other, and cut the whole anywhere.
-    The result holds a shard for each of those tensors; it can be saved, and loaded into, in place of the buffer.
-
-    Args:
-        buffer: What this rank holds: 1-d, contiguous or not.
-        start: Which element of the whole packed buffer comes first in it.
-        shapes: For each tensor its name and its global shape, in the order in which they are packed.
-        begins: For each tensor where it begins in the whole packed buffer, where they do not follow each other without
-            a gap. What belongs to no tensor is padding: it is neither saved nor loaded.
-
-    Returns:
-        By name an annotated tensor that shares the buffer's memory; one without elements where this rank has none.
-
-    Raises:
-        ArgumentError: Not a 1-d tensor, a start that is none, or `begins` that does not name the same tensors.
-
-    >>> parts = split_flat(torch.arange(5), start=4, shapes={"a": (2, 3), "b": (4,)})
-    >>> [(name, part.tolist()) for name, part in parts.items()]
-    [('a', [0, 1]), ('b', [2, 3, 4])]
-    """
-    if not isinstance(buffer, torch.Tensor) or buffer.dim() != 1:
-        raise ArgumentError(f"split_flat takes a 1-d tensor apart; got {type(buffer).__name__} {buffer!r}")
-    (first,) = _counts("start", (start,))
-    sizes = {name: _counts(f"the shape of {name}", shape) for name, shape in shapes.items()}
-    places = _places(sizes, begins)
-    memory, stop = buffer.detach(), first + buffer.numel()
-    found: dict[str, torch.Tensor] = {}
-    for name, shape in sizes.items():
-        begin, end = places[name], places[name] + math.prod(shape)
-        low = min(max(begin, first), end)
-        high = max(min(end, stop), low)
-        part = memory[low - first : high - first] if low < high else memory[:0]
-        found[name] = annotate_shard(part, offsets=(low - begin,), global_shape=shape)
-    return found
-
-
-def _places(sizes: Mapping[str, tuple[int, ...]], begins: Mapping[str, int] | None) -> dict[str, int]:
-    """Where each tensor begins in the whole packed buffer."""
-    if begins is not None:
-        if set(begins) != set(sizes):
-            raise ArgumentError(
-                f"begins must name the tensors that shapes names; these are only in one of them: "
-                f"{', '.join(sorted(set(begins) ^ set(sizes)))}"
-            )
-        return {name: _counts(f"the begin of {name}", (begin,))[0] for name, begin in begins.items()}
-    places, at = {}, 0
-    for name, shape in sizes.items():
-        places[name] = at
-        at += math.prod(shape)
-    return places
 
 
 def chunk_of(tensor: torch.Tensor) -> ChunkInfo | None:

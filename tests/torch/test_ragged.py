@@ -24,8 +24,9 @@ from torch.distributed.tensor.placement_types import Placement
 import dcp_torch
 from dcp_core.box import slices as box_slices
 from dcp_core.errors import ArgumentError, UnsupportedValueError
+from dcp_core.planning import packed
 from dcp_core.planning.leaves import LocalTensor
-from dcp_torch import annotate, parts
+from dcp_torch import flat_buffers, parts
 from dcp_torch.adapter import TorchAdapter
 from dcp_torch.parts import describe_parts
 from dcp_torch.sharding import ragged_part
@@ -138,8 +139,9 @@ def test_the_parts_of_packed_buffers_are_the_tensors_and_share_their_memory(data
         ({"buffer": torch.zeros(2, 2)}, "1-d tensor"),
         ({"buffer": [1.0]}, "1-d tensor"),
         ({"start": -1}, "start must not be negative"),
-        ({"start": 0.5}, "start must be a sequence of whole numbers"),
+        ({"start": 0.5}, "start must be made of whole numbers, found 0.5"),
         ({"shapes": {"w": (2, -1)}}, "the shape of w must not be negative"),
+        ({"shapes": {"w": (2, "x")}}, "the shape of w must be made of whole numbers"),
         ({"begins": {"v": 0}}, "only in one of them: v, w"),
         ({"begins": {"w": -1}}, "the begin of w must not be negative"),
     ],
@@ -295,7 +297,7 @@ def test_parts_that_cannot_be_described_are_refused(found: Any, words: str) -> N
         describe_parts(found, global_shape=(4,))
 
 
-@pytest.mark.parametrize("module", [annotate, parts])
+@pytest.mark.parametrize("module", [packed, flat_buffers, parts])
 def test_the_examples_in_the_docs_are_true(module: Any) -> None:
     found = doctest.testmod(module)
     assert found.attempted and not found.failed
