@@ -49,7 +49,7 @@ def test_a_class_of_a_function_cannot_be_found_by_ranks():
         pass
 
     try:
-        Inner().run_in_ranks(Inner.write_own, 1)
+        Inner().run_in_ranks(Inner._write_own, 1)
     except TypeError as error:
         assert "is a class of a function" in str(error)
     else:

@@ -97,6 +97,9 @@ class TestTorchGroup(TorchJob, GroupConformance):
 class TestTorchBroadcasts(TorchTensors, TorchJob, BroadcastConformance):
     device = local_device().type
 
+    def foreign_values(self) -> Iterable[Any]:
+        return (np.zeros(3), torch.float32, memoryview(b"x"))
+
 
 class TestStoreChannel(CarrierConformance):
     def open_channel(self, place: Path, rank: int, world_size: int) -> KeyValueChannel:

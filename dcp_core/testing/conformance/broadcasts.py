@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
 
-from dcp_core.adapter import Adapter, BroadcastGroup, Broadcasts, BroadcastWork, ProcessGroup
+from dcp_core.adapter import Adapter, BroadcastGroup, Broadcasts, BroadcastWork, ProcessGroup, drain
 from dcp_core.coordination.exchange import Exchange
 from dcp_core.dtype import BY_NAME, DTYPES
 from dcp_core.errors import ArgumentError, CoordinationError
-from dcp_core.testing.conformance.samples import SHAPE, VIEWS, random_bits, raw
+from dcp_core.testing.conformance.samples import FOREIGN_VALUES, SHAPE, VIEWS, random_bits, raw
 from dcp_core.testing.conformance.suite import RankedSuite, TensorSuite
 from dcp_core.testing.ranks import RankContext
 
 _INT32 = BY_NAME["int32"]
 _SECONDS = 20.0
 _SHORT_SECONDS = 1.5
+_DRAIN_SECONDS = 2.0
 _VIEWS = [view for view in VIEWS if view != "nothing"]
 
 
@@ -32,25 +34,41 @@ class BroadcastConformance(TensorSuite, RankedSuite):
     device = "cpu"
     patience_seconds = 20.0
 
+    def foreign_values(self) -> Iterable[Any]:
+        """Values that are no tensors of this framework, besides those of Python: arrays of others."""
+        return ()
+
     def test_there_is_something_that_carries_tensors(self) -> None:
         """`kind` names it; an unknown device has none."""
-        found = self.run_in_ranks(self.tell_kinds, 2)
+        found = self.run_in_ranks(self._tell_kinds, 2)
         assert all(isinstance(kind, str) and kind for kind, _ in found)
         assert {kind for kind, _ in found} == {found[0][0]}
         assert [other for _, other in found] == [None, None]
 
-    def tell_kinds(self, context: RankContext, adapter: Adapter) -> tuple[str | None, str | None]:
+    def _tell_kinds(self, context: RankContext, adapter: Adapter) -> tuple[str | None, str | None]:
         """A job: what carries broadcasts here, and on a device that does not exist."""
         found = self._broadcasts(adapter)
         kinds = found.kind(self.device), found.kind("no such device")
         self._meet(adapter)
         return kinds
 
+    def test_tensors_are_carried_and_nothing_else(self) -> None:
+        """One state may hold leaves of several frameworks; each rank reads those of others by itself."""
+        assert self.run_in_ranks(self._tell_what_is_carried, 2) == [(True, [])] * 2
+
+    def _tell_what_is_carried(self, context: RankContext, adapter: Adapter) -> tuple[bool, list[str]]:
+        """A job: whether a tensor is carried, and which foreign values are."""
+        found = self._broadcasts(adapter)
+        carried = [repr(value) for value in (*FOREIGN_VALUES, *self.foreign_values()) if found.carries(value)]
+        tensor = self.make_tensor(random_bits(_INT32, SHAPE), _INT32)
+        self._meet(adapter)
+        return found.carries(tensor), carried
+
     def test_every_dtype_and_layout_arrives(self) -> None:
         """Out of a view's own memory and into it where it is plain bytes, else packed; nothing beside it changes."""
-        assert self.run_in_ranks(self.send_every_view, 2) == [[], []]
+        assert self.run_in_ranks(self._send_every_view, 2) == [[], []]
 
-    def send_every_view(self, context: RankContext, adapter: Adapter) -> list[str]:
+    def _send_every_view(self, context: RankContext, adapter: Adapter) -> list[str]:
         """A job: rank 1 sends views of all types and layouts; gives those that are wrong."""
         group = self._open(adapter, (0, 1), "views")
         wrong = []
@@ -71,9 +89,9 @@ class BroadcastConformance(TensorSuite, RankedSuite):
 
     def test_a_batch_arrives_in_its_order(self) -> None:
         """Several views travel as one wire, and come apart again."""
-        assert self.run_in_ranks(self.send_batches, 2) == [[], []]
+        assert self.run_in_ranks(self._send_batches, 2) == [[], []]
 
-    def send_batches(self, context: RankContext, adapter: Adapter) -> list[str]:
+    def _send_batches(self, context: RankContext, adapter: Adapter) -> list[str]:
         """A job: rank 0 sends all views of a type at once; gives what is wrong."""
         group = self._open(adapter, (0, 1), "batches")
         wrong = []
@@ -94,9 +112,9 @@ class BroadcastConformance(TensorSuite, RankedSuite):
 
     def test_parts_of_a_temporary_travel_alone(self) -> None:
         """Slices of a temporary wire are wires as well."""
-        assert self.run_in_ranks(self.send_slices, 2) == [True, True]
+        assert self.run_in_ranks(self._send_slices, 2) == [True, True]
 
-    def send_slices(self, context: RankContext, adapter: Adapter) -> bool:
+    def _send_slices(self, context: RankContext, adapter: Adapter) -> bool:
         """A job: send the halves of a packed tensor, the second one first."""
         group = self._open(adapter, (0, 1), "slices")
         tensor = self.make_tensor(random_bits(_INT32, SHAPE, context.rank), _INT32)
@@ -112,9 +130,9 @@ class BroadcastConformance(TensorSuite, RankedSuite):
 
     def test_many_are_under_way_in_several_groups(self) -> None:
         """From every member, awaited in another order than they were started in."""
-        assert self.run_in_ranks(self.send_in_many_groups, 4) == [[], [], [], []]
+        assert self.run_in_ranks(self._send_in_many_groups, 4) == [[], [], [], []]
 
-    def send_in_many_groups(self, context: RankContext, adapter: Adapter) -> list[str]:
+    def _send_in_many_groups(self, context: RankContext, adapter: Adapter) -> list[str]:
         """A job: overlapping groups, two turns of broadcasts from each member; gives what is wrong."""
         found = self._broadcasts(adapter)
         all_ranks = [(0, 1), (0, 1, 2), (0, 1, 2, 3), (0, 3), (1, 2, 3)]
@@ -142,9 +160,9 @@ class BroadcastConformance(TensorSuite, RankedSuite):
 
     def test_loads_follow_each_other(self) -> None:
         """The same groups, opened again under another token, carry what belongs to that load."""
-        assert self.run_in_ranks(self.load_three_times, 2) == [[], []]
+        assert self.run_in_ranks(self._load_three_times, 2) == [[], []]
 
-    def load_three_times(self, context: RankContext, adapter: Adapter) -> list[int]:
+    def _load_three_times(self, context: RankContext, adapter: Adapter) -> list[int]:
         """A job: open, send, close, three times; gives the turns that went wrong."""
         wrong = []
         for turn in range(3):
@@ -158,14 +176,14 @@ class BroadcastConformance(TensorSuite, RankedSuite):
 
     def test_a_member_that_does_not_send_is_an_error_when_the_time_is_up(self) -> None:
         """Not a hang: it names the member. What is started afterwards fails at once, and closing takes no long time."""
-        waited = self.run_in_ranks(self.wait_for_nobody, 2)[0]
+        waited = self.run_in_ranks(self._wait_for_nobody, 2)[0]
         assert waited is not None
         message, seconds, later = waited
         assert "rank 1" in message or "ranks 1" in message
         assert seconds < _SHORT_SECONDS + self.patience_seconds
         assert later < self.patience_seconds
 
-    def wait_for_nobody(self, context: RankContext, adapter: Adapter) -> tuple[str, float, float] | None:
+    def _wait_for_nobody(self, context: RankContext, adapter: Adapter) -> tuple[str, float, float] | None:
         """A job: rank 1 opens the group and sends nothing; gives rank 0's error, and how long it and the rest took."""
         group = self._open(adapter, (0, 1), "silence", _SHORT_SECONDS)
         found = None
@@ -188,9 +206,9 @@ class BroadcastConformance(TensorSuite, RankedSuite):
 
     def test_groups_of_callers_are_checked(self) -> None:
         """What is no tuple of ranks, or no group, is a bad argument; no groups are none."""
-        assert self.run_in_ranks(self.give_wrong_groups, 2) == [[], []]
+        assert self.run_in_ranks(self._give_wrong_groups, 2) == [[], []]
 
-    def give_wrong_groups(self, context: RankContext, adapter: Adapter) -> list[str]:
+    def _give_wrong_groups(self, context: RankContext, adapter: Adapter) -> list[str]:
         """A job: groups that must be refused; gives those that were not."""
         found = self._broadcasts(adapter)
         accepted = [] if dict(found.given_groups({})) == {} else ["nothing"]
@@ -232,3 +250,4 @@ class BroadcastConformance(TensorSuite, RankedSuite):
         """Wait for the other ranks, which may still be receiving."""
         group: ProcessGroup = adapter.process_group()
         Exchange(group.rank, group.world_size, group.channel, key="meet", timeout_seconds=_SECONDS).run("meet")
+        drain(group.channel, _DRAIN_SECONDS)

@@ -167,9 +167,9 @@ class CarrierConformance(RankedSuite):
 
     def test_no_message_between_processes_is_lost_or_torn(self) -> None:
         """Every rank posts many of all sizes, and reads those of all others."""
-        assert self.run_in_ranks(self.exchange_many, 3) == [[], [], []]
+        assert self.run_in_ranks(self._exchange_many, 3) == [[], [], []]
 
-    def exchange_many(self, context: RankContext, given: Any) -> list[str]:
+    def _exchange_many(self, context: RankContext, given: Any) -> list[str]:
         """A job: post, then read; gives what is wrong."""
         channel = self._end_of(context)
         for number, nbytes in enumerate(_sizes(context.rank)):
@@ -186,9 +186,9 @@ class CarrierConformance(RankedSuite):
 
     def test_a_message_is_seen_whole_or_not_at_all(self) -> None:
         """However often somebody looks while it is being posted."""
-        assert self.run_in_ranks(self.look_while_it_is_posted, 2) == [[], []]
+        assert self.run_in_ranks(self._look_while_it_is_posted, 2) == [[], []]
 
-    def look_while_it_is_posted(self, context: RankContext, given: Any) -> list[str]:
+    def _look_while_it_is_posted(self, context: RankContext, given: Any) -> list[str]:
         """A job: rank 0 posts large messages, rank 1 looks without a pause; gives what is wrong."""
         channel = self._end_of(context)
         wrong = []
@@ -208,9 +208,9 @@ class CarrierConformance(RankedSuite):
 
     def test_exchanges_run_over_it(self) -> None:
         """Rounds of the protocol: every payload reaches the coordinator, every answer its rank."""
-        assert self.run_in_ranks(self.run_exchanges, 4) == [[[0, 1, 2, 3], [10, 11, 12, 13], [20, 21, 22, 23]]] * 4
+        assert self.run_in_ranks(self._run_exchanges, 4) == [[[0, 1, 2, 3], [10, 11, 12, 13], [20, 21, 22, 23]]] * 4
 
-    def run_exchanges(self, context: RankContext, given: Any) -> list[list[int]]:
+    def _run_exchanges(self, context: RankContext, given: Any) -> list[list[int]]:
         """A job: gather a number of every rank, three times; gives what the coordinator told."""
         channel = self._end_of(context)
         exchange = Exchange(
@@ -225,24 +225,24 @@ class CarrierConformance(RankedSuite):
 
     def test_an_error_of_one_rank_reaches_all(self) -> None:
         """As an error of its class, that names the rank."""
-        found = self.run_in_ranks(self.fail_on_one, 3)
+        found = self.run_in_ranks(self._fail_on_one, 3)
         assert [kind for kind, _ in found] == ["StorageError"] * 3
         assert all("rank 2: the disk is full" in message for _, message in found)
 
-    def fail_on_one(self, context: RankContext, given: Any) -> tuple[str, str]:
+    def _fail_on_one(self, context: RankContext, given: Any) -> tuple[str, str]:
         """A job: rank 2 hands an error into an exchange; gives what it raises."""
         error = StorageError("the disk is full") if context.rank == 2 else None
         return self._raised_by_exchange(context, error, self.patience_seconds)
 
     def test_a_rank_that_does_not_come_is_named_in_time(self) -> None:
         """The others give up when their time is up."""
-        found = self.run_in_ranks(self.miss_one, 3)
+        found = self.run_in_ranks(self._miss_one, 3)
         assert found[1] == ("", "")
         for rank in (0, 2):
             assert found[rank][0] == CoordinationTimeoutError.__name__
             assert "rank 1" in found[rank][1]
 
-    def miss_one(self, context: RankContext, given: Any) -> tuple[str, str]:
+    def _miss_one(self, context: RankContext, given: Any) -> tuple[str, str]:
         """A job: rank 1 stays away; gives what the exchange raises on the others."""
         return ("", "") if context.rank == 1 else self._raised_by_exchange(context, None, 1.0)
 
@@ -271,10 +271,14 @@ class CarrierConformance(RankedSuite):
         return self.open_channel(context.channel_directory, context.rank, context.world_size)
 
     def _leave(self, channel: KeyValueChannel, context: RankContext) -> None:
-        """Stay until everybody has read everything: a rank may host what carries the others' messages."""
-        channel.put(f"left-{context.rank}", b"")
-        for rank in range(context.world_size):
+        """Rank 0 stays until everybody has read everything: it may host what carries the messages."""
+        if context.rank:
+            channel.put(f"left-{context.rank}", b"")
+            channel.wait("left", self.patience_seconds)
+            return
+        for rank in range(1, context.world_size):
             channel.wait(f"left-{rank}", self.patience_seconds)
+        channel.put("left", b"")
         drain(channel, _DRAIN_SECONDS)
 
     def _await_absence(self, ends: list[KeyValueChannel], name: str) -> None:

@@ -187,9 +187,9 @@ class DescriberConformance(RankedSuite):
 
     def test_what_cannot_be_stored_is_refused(self) -> None:
         """With `UnsupportedValueError`, on every rank."""
-        assert self.run_in_ranks(self.describe_refused, 2) == [[], []]
+        assert self.run_in_ranks(self._describe_refused, 2) == [[], []]
 
-    def describe_refused(self, context: RankContext, adapter: Adapter) -> list[str]:
+    def _describe_refused(self, context: RankContext, adapter: Adapter) -> list[str]:
         """A job: values that are not refused."""
         describer, accepted = self.make_describer(), []
         for number, value in enumerate(self.refused_values(context.rank, context.world_size)):
@@ -206,11 +206,11 @@ class DescriberConformance(RankedSuite):
         saved = None
         for layout, world in (*cases, cases[0]):
             place = str(tmp_path / f"{layout} on {world}")
-            wrong = self.run_in_ranks(self.load_and_save, world, layout, saved, place)
+            wrong = self.run_in_ranks(self._load_and_save, world, layout, saved, place)
             assert wrong == [[]] * world, f"loaded {saved!r} as {layout} on {world} ranks"
             saved = place
 
-    def load_and_save(
+    def _load_and_save(
         self, context: RankContext, adapter: Adapter, layout: str, saved: str | None, place: str
     ) -> list[str]:
         """A job: load a value of each type where something was saved, then save it; gives those that are wrong."""
@@ -229,7 +229,7 @@ class DescriberConformance(RankedSuite):
 
     # -- what ranks do -----------------------------------------------------------------------------------------------
 
-    def describe_values(self, context: RankContext, adapter: Adapter) -> dict[tuple[str, str], Held]:
+    def _describe_values(self, context: RankContext, adapter: Adapter) -> dict[tuple[str, str], Held]:
         """A job: describe this rank's value of every layout and type."""
         return {
             (layout, name): self._held(context, layout, dtype_named(name))
@@ -282,7 +282,7 @@ class DescriberConformance(RankedSuite):
         for world in self.worlds:
             key = (type(self), world)
             if key not in _seen:
-                _seen[key] = self.run_in_ranks(self.describe_values, world)
+                _seen[key] = self.run_in_ranks(self._describe_values, world)
             for layout, dtype in itertools.product(self.layouts, self.dtypes):
                 yield f"{layout}, {dtype}, {world} ranks", dtype, [found[layout, dtype] for found in _seen[key]]
 

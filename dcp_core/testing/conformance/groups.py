@@ -35,13 +35,13 @@ class GroupConformance(RankedSuite):
     def test_every_rank_knows_its_place(self) -> None:
         """Ranks count from 0, the world is all of them, and the group has one name in a process."""
         for world_size in (2, 4):
-            found = self.run_in_ranks(self.tell_places, world_size)
+            found = self.run_in_ranks(self._tell_places, world_size)
             for rank, (with_channel, without) in enumerate(found):
                 assert (with_channel.rank, with_channel.world_size) == (rank, world_size)
                 assert (without.rank, without.world_size) == (rank, world_size)
                 assert with_channel.global_rank == without.global_rank == rank
 
-    def tell_places(self, context: RankContext, adapter: Adapter) -> tuple[_Place, _Place]:
+    def _tell_places(self, context: RankContext, adapter: Adapter) -> tuple[_Place, _Place]:
         """A job: what the group says, with and without a channel."""
         group = adapter.process_group()
         found = _place(group), _place(adapter.process_group(None, with_channel=False))
@@ -50,18 +50,18 @@ class GroupConformance(RankedSuite):
 
     def test_a_job_of_one_rank_has_a_group_of_one(self) -> None:
         """It needs no channel."""
-        assert self.run_in_ranks(self.tell_whether_alone, 1) == [(0, 1, True)]
+        assert self.run_in_ranks(self._tell_whether_alone, 1) == [(0, 1, True)]
 
-    def tell_whether_alone(self, context: RankContext, adapter: Adapter) -> tuple[int, int, bool]:
+    def _tell_whether_alone(self, context: RankContext, adapter: Adapter) -> tuple[int, int, bool]:
         """A job: rank, world size, and whether there is no channel."""
         group = adapter.process_group()
         return group.rank, group.world_size, group.channel is None
 
     def test_the_group_is_made_once_in_a_process(self) -> None:
         """Saves of one group share its channel and what is kept under its name."""
-        assert self.run_in_ranks(self.ask_twice, 2) == [True, True]
+        assert self.run_in_ranks(self._ask_twice, 2) == [True, True]
 
-    def ask_twice(self, context: RankContext, adapter: Adapter) -> bool:
+    def _ask_twice(self, context: RankContext, adapter: Adapter) -> bool:
         """A job: whether the second answer is the first one."""
         first, second = adapter.process_group(), adapter.process_group()
         self._leave(first)
@@ -70,9 +70,9 @@ class GroupConformance(RankedSuite):
     def test_the_channel_connects_all_ranks(self) -> None:
         """Small and large messages reach the coordinator, and its answers all ranks."""
         expected = [[(rank, size) for rank in range(4)] for size in (0, 100, 9 << 20)]
-        assert self.run_in_ranks(self.gather_over_the_channel, 4) == [expected] * 4
+        assert self.run_in_ranks(self._gather_over_the_channel, 4) == [expected] * 4
 
-    def gather_over_the_channel(self, context: RankContext, adapter: Adapter) -> list[list[tuple[int, int]]]:
+    def _gather_over_the_channel(self, context: RankContext, adapter: Adapter) -> list[list[tuple[int, int]]]:
         """A job: gather messages of several sizes; gives who sent how much, as the coordinator told."""
         group = adapter.process_group()
         assert group.channel is not None
@@ -88,9 +88,9 @@ class GroupConformance(RankedSuite):
 
     def test_the_channel_for_background_processes_connects_them(self) -> None:
         """`ProcessGroup.remote`, where there is one, opens a channel of its own in another process."""
-        assert self.run_in_ranks(self.open_remote, 2) in ([b"10"] * 2, [None] * 2)
+        assert self.run_in_ranks(self._open_remote, 2) in ([b"10"] * 2, [None] * 2)
 
-    def open_remote(self, context: RankContext, adapter: Adapter) -> bytes | None:
+    def _open_remote(self, context: RankContext, adapter: Adapter) -> bytes | None:
         """A job: exchange messages over the channel that background processes get, where there is one."""
         group = adapter.process_group()
         found = None

@@ -331,18 +331,18 @@ class StorageConformance(RankedSuite):
     def test_what_a_process_wrote_others_read(self, place: Path) -> None:
         """Ranks on other hosts have storage objects of their own."""
         self.make_storage(place).prepare()
-        self.run_in_ranks(self.write_own, 3, str(place))
-        found = self.run_in_ranks(self.read_all, 2, str(place))
+        self.run_in_ranks(self._write_own, 3, str(place))
+        found = self.run_in_ranks(self._read_all, 2, str(place))
         assert found == [[_content(5000, rank) for rank in range(3)]] * 2
 
-    def write_own(self, context: RankContext, given: Any, place: str) -> None:
+    def _write_own(self, context: RankContext, given: Any, place: str) -> None:
         """A job: write one file."""
         storage = self.make_storage(Path(place))
         storage.prepare()
         storage.write_file(f"rank{context.rank}", _content(5000, context.rank))
         storage.sync()
 
-    def read_all(self, context: RankContext, given: Any, place: str) -> list[bytes]:
+    def _read_all(self, context: RankContext, given: Any, place: str) -> list[bytes]:
         """A job: read what all ranks of the other one wrote."""
         storage = self.make_storage(Path(place))
         return [storage.read(name) for name in storage.list()]

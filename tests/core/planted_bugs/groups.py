@@ -117,6 +117,11 @@ class CarriesEverything(NumpyBroadcasts):
         return "channel"
 
 
+class CarriesWhatItGets(NumpyBroadcasts):
+    def carries(self, view: Any) -> bool:
+        return True
+
+
 class TakesAnyGroup(NumpyBroadcasts):
     def given_groups(self, groups: Any) -> Any:
         return groups
@@ -206,6 +211,7 @@ class NamesNobody(_OfGroups):
 
 FOUND_BY_AMONG_BROADCASTS: dict[type, str] = {
     CarriesEverything: "test_there_is_something_that_carries_tensors",
+    CarriesWhatItGets: "test_tensors_are_carried_and_nothing_else",
     WiresACopy: "test_every_dtype_and_layout_arrives",
     PacksInMemoryOrder: "test_a_batch_arrives_in_its_order",
     UnpacksTheFirst: "test_a_batch_arrives_in_its_order",
