@@ -80,7 +80,7 @@ class SharedReads:
         is_standard = isinstance(planner, StandardLoadPlanner) and planner.can_share
         if broadcasts is not None and reader.shares_reads and is_standard:
             assert isinstance(planner, StandardLoadPlanner), "just seen"
-            kinds = [self._kind_of(broadcasts, planner.device_of(row)) for row in range(len(kinds))]
+            kinds = [self._kind_of(broadcasts, planner, row) for row in range(len(kinds))]
             groups = self._held_groups(broadcasts, planner)
         buffers, alone_nbytes = find_buffers(plan, kinds)
         host = f"{socket.gethostname()} {_boot_id()}"
@@ -98,7 +98,11 @@ class SharedReads:
             return same, reader.probe_rate(plan, (group.rank + 1) / (group.world_size + 1))
         return 0.0, 0.0
 
-    def _kind_of(self, broadcasts: Broadcasts, device: str) -> str | None:
+    def _kind_of(self, broadcasts: Broadcasts, planner: StandardLoadPlanner, row: int) -> str | None:
+        """What carries a wanted box; None where its rank reads it by itself."""
+        device = planner.device_of(row)
+        if device != _HOST_DEVICE and not broadcasts.carries(planner.target_of(row)[0]):
+            return None
         kind = broadcasts.kind(device)
         if kind is not None:
             self._device_of.setdefault(kind, device)
