@@ -19,7 +19,9 @@ from dcp_core.testing.ranks import RankContext
 _INT32 = BY_NAME["int32"]
 _SECONDS = 20.0
 _SHORT_SECONDS = 1.5
+_HEARD_SECONDS = 6.0
 _DRAIN_SECONDS = 2.0
+_REASON = "rank 1 is out of paper"
 _VIEWS = [view for view in VIEWS if view != "nothing"]
 
 
@@ -203,6 +205,63 @@ class BroadcastConformance(TensorSuite, RankedSuite):
         if context.rank == 1:
             group.close()
         return found
+
+    def test_arrays_in_host_memory_travel_as_well(self) -> None:
+        """A state may hold arrays, and groups get what lies in host memory as arrays of its bits."""
+        assert self.run_in_ranks(self._send_arrays, 2) == [[], []]
+
+    def _send_arrays(self, context: RankContext, adapter: Adapter) -> list[str]:
+        """A job: rank 0 sends arrays, one and several; gives what is wrong. Where nothing carries them: nothing."""
+        found = self._broadcasts(adapter)
+        if found.kind("cpu") is None:
+            self._meet(adapter)
+            return []
+        group = found.open((0, 1), None, _SECONDS, token="arrays", device="cpu")
+        wrong = []
+        for names in ([name] for name in _VIEWS):
+            own = [VIEWS[name](random_bits(_INT32, SHAPE, context.rank)) for name in (*names, *_VIEWS)]
+            sent = [VIEWS[name](random_bits(_INT32, SHAPE, 0)) for name in (*names, *_VIEWS)]
+            self._travel(group, own[:1], own[0].nbytes, 0, context.rank)
+            self._travel(group, own[1:], sum(view.nbytes for view in own[1:]), 0, context.rank)
+            if [raw(view) for view in own] != [raw(view) for view in sent]:
+                wrong += names
+        self._close(adapter, group)
+        return wrong
+
+    def test_a_member_that_gives_up_is_heard_before_the_time_is_up(self) -> None:
+        """`fail` ends what is under way everywhere, and tells why."""
+        waited, own = self.run_in_ranks(self._wait_for_one_that_gives_up, 2)
+        assert _REASON in waited and _REASON in own
+
+    def _wait_for_one_that_gives_up(self, context: RankContext, adapter: Adapter) -> str:
+        """A job: rank 1 gives the group up; gives the errors."""
+        group = self._open(adapter, (0, 1), "fails", _HEARD_SECONDS)
+        tensor = self.make_tensor(random_bits(_INT32, SHAPE), _INT32)
+        if context.rank == 1:
+            group.fail(CoordinationError(_REASON))
+        with pytest.raises(CoordinationError) as caught:
+            group.broadcast(group.wire(tensor), 1).wait()
+        self._close(adapter, group)
+        return str(caught.value)
+
+    def test_a_member_that_will_not_come_is_heard_before_the_time_is_up(self) -> None:
+        """`give_up` is told in the place of opening a group."""
+        assert _REASON in self.run_in_ranks(self._wait_for_one_that_stays_away, 2)[0]
+
+    def _wait_for_one_that_stays_away(self, context: RankContext, adapter: Adapter) -> str:
+        """A job: rank 1 does not open the group, and says so; gives rank 0's error."""
+        found, text = self._broadcasts(adapter), ""
+        if context.rank == 1:
+            found.give_up((0, 1), _REASON, token="away", device=self.device)
+        else:
+            tensor = self.make_tensor(random_bits(_INT32, SHAPE), _INT32)
+            try:  # some wait for all members when a group is opened, others when something is sent
+                group = self._open(adapter, (0, 1), "away", _HEARD_SECONDS)
+                group.broadcast(group.wire(tensor), 1).wait()
+            except CoordinationError as error:
+                text = str(error)
+        self._meet(adapter)
+        return text
 
     def test_groups_of_callers_are_checked(self) -> None:
         """What is no tuple of ranks, or no group, is a bad argument; no groups are none."""

@@ -127,6 +127,11 @@ class TakesAnyGroup(NumpyBroadcasts):
         return groups
 
 
+class KeepsToItselfThatItStaysAway(NumpyBroadcasts):
+    def give_up(self, ranks: tuple[int, ...], reason: str, *, token: str, device: str = "cpu") -> None:
+        return
+
+
 class _OfGroups(NumpyBroadcasts):
     """Opens groups of a class of its own."""
 
@@ -149,6 +154,21 @@ class PacksInMemoryOrder(_OfGroups):
     class of(NumpyBroadcastGroup):  # noqa: N801
         def pack(self, views: Any, wire: Any) -> None:
             super().pack([view.ravel(order="K") for view in views], wire)
+
+
+class KeepsToItselfThatItFailed(_OfGroups):
+    class of(NumpyBroadcastGroup):  # noqa: N801
+        def post(self, name: str, payload: bytes) -> None:
+            if "failed" not in name:
+                super().post(name, payload)
+
+
+class TakesNoArraysWithGaps(_OfGroups):
+    class of(NumpyBroadcastGroup):  # noqa: N801
+        def pack(self, views: Any, wire: Any) -> None:
+            for view in views:
+                view.data.cast("B")
+            super().pack(views, wire)
 
 
 class UnpacksTheFirst(_OfGroups):
@@ -222,6 +242,9 @@ FOUND_BY_AMONG_BROADCASTS: dict[type, str] = {
     WaitsForEver: "test_a_member_that_does_not_send_is_an_error_when_the_time_is_up",
     NamesNobody: "test_a_member_that_does_not_send_is_an_error_when_the_time_is_up",
     TakesAnyGroup: "test_groups_of_callers_are_checked",
+    TakesNoArraysWithGaps: "test_arrays_in_host_memory_travel_as_well",
+    KeepsToItselfThatItFailed: "test_a_member_that_gives_up_is_heard_before_the_time_is_up",
+    KeepsToItselfThatItStaysAway: "test_a_member_that_will_not_come_is_heard_before_the_time_is_up",
 }
 
 
