@@ -190,6 +190,10 @@ class Broadcasts(Protocol):
         """Name what carries broadcasts of memory on a type of device ("cpu": "gloo"); None: nothing does."""
         ...
 
+    def carries(self, view: Any) -> bool:
+        """Whether a view is one that groups take: one of this framework. A state may hold leaves of others as well."""
+        ...
+
     def given_groups(self, groups: Mapping[tuple[int, ...], Any]) -> Mapping[tuple[int, ...], Any]:
         """Check the groups that a caller passed, before anybody relies on them.
 

@@ -30,7 +30,7 @@ from dcp_core.metadata import Metadata
 from dcp_core.planning.planners import LoadPlanner, SavePlanner
 from dcp_core.planning.standard_load import StandardLoadPlanner
 from dcp_core.planning.standard_save import StandardSavePlanner
-from dcp_core.plugins import activate_codecs, active_adapters
+from dcp_core.plugins import activate_codecs, active_adapters, open_storage
 from dcp_core.recipes.committed import committed_metadata
 from dcp_core.recipes.job import Job, paused_collection
 from dcp_core.recipes.load import LoadOptions, LoadRecipe
@@ -212,7 +212,7 @@ def load(
     with stage("load"):
         job, failed = _job(adapter, process_group, no_dist, use_collectives)
         try:
-            reader = _checked(storage_reader, StorageReader, "storage_reader") or FileSystemReader()
+            reader = _checked(storage_reader, StorageReader, "storage_reader") or _reader()
             chosen = _checked(planner, LoadPlanner, "planner") or StandardLoadPlanner()
             _check_place(checkpoint_id, storage_reader)
             _check_common(timeout_seconds)
@@ -281,7 +281,7 @@ class _SaveOrder:
         """Check what both kinds of save take."""
         job, failed = _job(adapter, process_group, no_dist, use_collectives)
         try:
-            writer = _checked(storage_writer, StorageWriter, "storage_writer") or FileSystemWriter()
+            writer = _checked(storage_writer, StorageWriter, "storage_writer") or _writer()
             chosen = _checked(planner, SavePlanner, "planner") or StandardSavePlanner()
             _check_place(checkpoint_id, storage_writer)
             _check_common(timeout_seconds)
@@ -292,6 +292,15 @@ class _SaveOrder:
             durable = True
         options = SaveOptions(checkpoint_id, float(timeout_seconds), bool(durable), f"hyper-dcp {__version__}")
         return cls(job, writer, chosen, options, failed)
+
+
+def _writer() -> StorageWriter:
+    """The writer of directories, and of the storages that plugins know by their scheme."""
+    return FileSystemWriter(open_url=open_storage)
+
+
+def _reader() -> StorageReader:
+    return FileSystemReader(open_url=open_storage)
 
 
 def _job(adapter: Adapter | None, group: Any, no_dist: bool, use_collectives: bool) -> tuple[Job, BaseException | None]:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import pluggy
 
@@ -236,3 +237,12 @@ HOOKS: dict[str, type[Entry]] = {
     "dcp_staging_copiers": StagingCopierEntry,
 }
 """Every hook, and the type of the entries that it returns."""
+
+KINDS: dict[type[Any], str] = {
+    AdapterEntry: "adapter",
+    DescriberEntry: "describer",
+    ObjectCodecEntry: "object codec",
+    StorageEntry: "storage",
+    StagingCopierEntry: "staging copier",
+}
+"""What entries of each type register, in words."""

@@ -75,7 +75,7 @@ def read_plugin(name: str, origin: str, load: Callable[[], object]) -> PluginRec
     """Import a plugin by `load` and call its hooks."""
     try:
         return PluginRecord(name, origin, _entries_of(load(), name))
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a module may end like a script where something is missing
         return PluginRecord(name, origin, problem=f"{type(error).__name__}: {error}")
 
 

@@ -18,9 +18,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from dcp_core.adapter import Adapter, AdapterSet, Describer
-from dcp_core.errors import AdapterError
+from dcp_core.errors import AdapterError, DcpError
 from dcp_core.formats.objects import ObjectCodec, register_codec
 from dcp_core.hookspecs import (
+    KINDS,
     AdapterEntry,
     DescriberEntry,
     Entry,
@@ -29,6 +30,7 @@ from dcp_core.hookspecs import (
     StorageEntry,
 )
 from dcp_core.planning.leaves import LocalTensor
+from dcp_core.plugin_checks import check_described, check_made, check_storage
 from dcp_core.plugin_discovery import BUILT_IN, PluginRecord, discover, installed_plugins, read_plugin
 from dcp_core.storage.base import Storage
 
@@ -36,8 +38,6 @@ if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
 _E = TypeVar("_E", bound=Entry)
-
-_ADAPTER_MEMBERS = ("version", "host_array", "read_out", "copy_into", "narrow", "describe", "process_group")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,23 +61,6 @@ def _base_names(of: type) -> list[str]:
     return [f"{base.__module__}.{base.__qualname__}" for base in of.__mro__]
 
 
-def _check_made(made: Any, entry: Entry) -> None:
-    """Check what a factory made, as far as that can be told without using it."""
-    if isinstance(entry, AdapterEntry):
-        missing = [member for member in _ADAPTER_MEMBERS if not hasattr(made, member)]
-        if missing:
-            raise AdapterError(f"{type(made).__name__} is no adapter: it lacks {', '.join(missing)}")
-        if getattr(made, "name", None) != entry.name:
-            raise AdapterError(f"the adapter is called {getattr(made, 'name', None)!r}, not {entry.name!r}")
-    elif isinstance(entry, ObjectCodecEntry):
-        if not isinstance(made, ObjectCodec) or made.type_name != entry.type_name:
-            raise AdapterError(f"expected an ObjectCodec of {entry.type_name}, found {made!r}")
-    elif isinstance(entry, DescriberEntry) and not callable(getattr(made, "describe", None)):
-        raise AdapterError(f"{type(made).__name__} is no describer: it lacks describe")
-    elif isinstance(entry, (StorageEntry, StagingCopierEntry)) and not callable(made):
-        raise AdapterError(f"{made!r} cannot be called")
-
-
 class _TypeDescribers:
     """All registered describers as one: a value is offered only to those registered for its type or a base of it."""
 
@@ -94,6 +77,7 @@ class _TypeDescribers:
         for describer in describers:
             found = describer.describe(value)
             if found is not None:
+                check_described(found, describer)
                 return found
         return None
 
@@ -155,11 +139,25 @@ class PluginRegistry:
                     continue
                 other = claims.setdefault(entry.name, _Claim(entry, record))
                 if other.entry is not entry:
-                    raise AdapterError(
-                        f"two plugins claim the {_kind(entry)} {entry.name!r}: "
-                        f"{other.plugin.label} and {record.label}; uninstall one of them"
-                    )
+                    raise AdapterError(_conflict(entry, other.plugin, record))
         return claims
+
+    def claimants(self, entry: Entry) -> tuple[PluginRecord, ...]:
+        """Every plugin that claims what an entry claims, as often as it does; more than one is a conflict."""
+        return tuple(
+            record
+            for record in self.plugins()
+            for other in record.entries
+            if type(other) is type(entry) and other.name == entry.name
+        )
+
+    def problem_of(self, entry: Entry, plugin: PluginRecord) -> str | None:
+        """Make what an entry registers, which imports its framework; tell why that fails, or None."""
+        try:
+            self.make(_Claim(entry, plugin))
+        except AdapterError as error:
+            return str(error)
+        return None
 
     def make(self, claim: _Claim[Any]) -> Any:
         """Call the factory of an entry, once.
@@ -174,7 +172,7 @@ class PluginRegistry:
             try:
                 attribute = _import_attribute(entry.factory)
                 made = attribute if isinstance(entry, (StorageEntry, StagingCopierEntry)) else attribute()
-                _check_made(made, entry)
+                check_made(made, entry)
             except Exception as error:
                 raise AdapterError(
                     f"the {_kind(entry)} {entry.name!r} of the plugin {claim.plugin.label} cannot be made by "
@@ -224,6 +222,33 @@ class PluginRegistry:
         """
         return cast("Callable[[str], Storage]", self.make(self._claimed(StorageEntry, scheme)))
 
+    def open_storage(self, url: str) -> Storage | None:
+        """Make the storage of a URL; None where no plugin knows its scheme.
+
+        Args:
+            url: ``"scheme://..."``; upper and lower case of the scheme are one.
+
+        Raises:
+            AdapterError: The plugin is broken, made no storage, or raised what is no error of DCP.
+        """
+        claim = self._claims(StorageEntry).get(url.partition(":")[0].lower())
+        if claim is None:
+            return None
+        factory = self.make(claim)
+        try:
+            return check_storage(factory(url), claim.entry, url)
+        except DcpError:
+            raise
+        except Exception as error:
+            raise AdapterError(
+                f"{claim.entry.factory} of the plugin {claim.plugin.label} made no storage of {url!r}: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+
+    def schemes(self) -> list[str]:
+        """The URL schemes that plugins know, sorted."""
+        return sorted(self._claims(StorageEntry))
+
     def staging_copier(self, of: type) -> Callable[[Any], Any] | None:
         """What copies a value of this type to the host: the copier of the type or of its most derived base, or None."""
         claims = self._claims(StagingCopierEntry)
@@ -247,21 +272,23 @@ class PluginRegistry:
         if name not in claims:
             broken = [f"{record.label}: {record.problem}" for record in self.plugins() if record.problem is not None]
             raise AdapterError(
-                f"no plugin registers the {entry_type.__name__.removesuffix('Entry').lower()} {name!r}; "
+                f"no plugin registers the {KINDS[entry_type]} {name!r}; "
                 f"known: {', '.join(sorted(claims)) or 'none'}" + (f"; broken: {'; '.join(broken)}" if broken else "")
             )
         return claims[name]
 
 
+def _conflict(entry: Entry, one: PluginRecord, other: PluginRecord) -> str:
+    claimed = f"the {_kind(entry)} {entry.name!r}"
+    if one is other:
+        return f"the plugin {one.label} claims {claimed} twice; it must do so once"
+    return f"two plugins claim {claimed}: {one.label} and {other.label}; uninstall one of them"
+
+
 def _kind(entry: Entry) -> str:
-    kinds = {
-        AdapterEntry: "adapter",
-        DescriberEntry: "describer of",
-        ObjectCodecEntry: "object codec of",
-        StorageEntry: "storage of scheme",
-        StagingCopierEntry: "staging copier of",
-    }
-    return kinds[type(entry)]
+    """A kind of entry, as it reads before a name: the *describer of* a type, the *storage of scheme* "s3"."""
+    suffix = {AdapterEntry: "", StorageEntry: " of scheme"}.get(type(entry), " of")
+    return KINDS[type(entry)] + suffix
 
 
 _REGISTRY = PluginRegistry()
@@ -271,5 +298,9 @@ plugins = _REGISTRY.plugins
 active_adapters = _REGISTRY.active_adapters
 adapter_named = _REGISTRY.adapter_named
 storage_of_scheme = _REGISTRY.storage_of_scheme
+open_storage = _REGISTRY.open_storage
+schemes = _REGISTRY.schemes
+claimants = _REGISTRY.claimants
+problem_of = _REGISTRY.problem_of
 staging_copier = _REGISTRY.staging_copier
 activate_codecs = _REGISTRY.activate_codecs

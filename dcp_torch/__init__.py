@@ -59,6 +59,8 @@ if TYPE_CHECKING:
     from dcp_core.state_path import PerRank
     from dcp_torch.annotate import ChunkInfo, annotate_shard
     from dcp_torch.api import async_save, load, save
+    from dcp_torch.flat_buffers import split_flat
+    from dcp_torch.parts import describe_parts
 
 __all__ = [
     "AdapterError",
@@ -112,9 +114,11 @@ __all__ = [
     "annotate_shard",
     "async_save",
     "clear_plan_cache",
+    "describe_parts",
     "load",
     "read",
     "save",
+    "split_flat",
     "wait_all",
 ]
 
@@ -191,6 +195,8 @@ _HOMES = {
         "load",
         "save",
     ),
+    "dcp_torch.flat_buffers": ("split_flat",),
+    "dcp_torch.parts": ("describe_parts",),
 }
 
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

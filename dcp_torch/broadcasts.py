@@ -11,6 +11,7 @@ import contextlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from dcp_core.errors import ArgumentError, CoordinationError, CoordinationTimeoutError
@@ -50,6 +51,10 @@ class TorchBroadcasts:
             return own[0]
         is_gloos = device == "cpu" or (device == "cuda" and "gloo" in names)
         return "gloo" if is_gloos and can_make("gloo") else None
+
+    def carries(self, view: Any) -> bool:
+        """Tensors are carried, and nothing else."""
+        return isinstance(view, torch.Tensor)
 
     def given_groups(self, groups: Mapping[tuple[int, ...], Any]) -> Mapping[tuple[int, ...], Any]:
         """Check the groups that a caller passed: torch process groups or one-dimensional DeviceMeshes.

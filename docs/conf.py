@@ -12,7 +12,7 @@ version = release = installed_version("hyper-dcp")
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3
-exclude_patterns = ["_build"]
+exclude_patterns = ["_build", "examples"]
 suppress_warnings = ["toc.empty_glob"]  # a section may wait for its first page
 nitpicky = False
 

@@ -52,6 +52,9 @@ from dcp_core.storage.commit import Opening, abort, begin, commit, heartbeat
 from dcp_core.storage.local import LocalStorage
 from dcp_core.storage.operations import FileOperations
 
+OpenUrl = Callable[[str], Storage | None]
+"""Makes the storage of a URL whose scheme is not ``file``; None where nobody knows the scheme."""
+
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://")
 _WORD = (1 << 64) - 1
 _NOWHERE = "where is the checkpoint? Pass checkpoint_id, or a storage object that was given a path"
@@ -82,8 +85,9 @@ def local_path(checkpoint_id: CheckpointId) -> str:
         return path
     if match[1].lower() != "file":
         raise ArgumentError(
-            f"checkpoint_id {path!r} has the scheme {match[1]!r}; expected a path or a file:// URL, or a "
-            "storage_writer or storage_reader that knows this scheme"
+            f"checkpoint_id {path!r} has the scheme {match[1]!r}; expected a path, a file:// URL, or "
+            "one whose scheme an installed plugin knows (`dcp plugins` lists them); or pass a storage_writer or "
+            "storage_reader that knows it"
         )
     host, slash, rest = path[match.end() :].partition("/")
     if host not in ("", "localhost") or not slash:
@@ -122,21 +126,35 @@ def _absolute(path: str) -> str:
 class _Directory:
     """Which storage a writer or a reader works on."""
 
-    def __init__(self, path: CheckpointId | None, storage: Storage | None) -> None:
+    def __init__(self, path: CheckpointId | None, storage: Storage | None, open_url: OpenUrl | None) -> None:
         if path is not None and storage is not None:
             raise ArgumentError("a path and a storage were given; one of them says where the checkpoint is")
-        self._path = None if path is None else _absolute(local_path(path))
-        self._storage = storage if self._path is None else LocalStorage(self._path)
+        self._open_url = open_url
+        self._path: str | None = None
+        self._storage = storage
+        if path is not None:
+            self.select(path)
 
     def select(self, checkpoint_id: CheckpointId | None) -> None:
         """Turn to another checkpoint; None keeps the present one, but follows its links anew."""
         if checkpoint_id is not None:
+            opened = self._opened(checkpoint_id)
+            if opened is not None:
+                self._path, self._storage = None, opened
+                return
             self._path = _absolute(local_path(checkpoint_id))
         if self._path is not None:
             operations = self._storage.operations if isinstance(self._storage, LocalStorage) else None
             self._storage = LocalStorage(self._path, operations)
         if self._storage is None:
             raise ArgumentError(_NOWHERE)
+
+    def _opened(self, checkpoint_id: CheckpointId) -> Storage | None:
+        """The storage of a URL that is none of a file; None for a path, and where nobody knows the scheme."""
+        match = _SCHEME.match(checkpoint_id) if isinstance(checkpoint_id, str) else None
+        if self._open_url is None or match is None or match[1].lower() == "file":
+            return None
+        return self._open_url(str(checkpoint_id))
 
     @property
     def path(self) -> str | None:
@@ -171,13 +189,20 @@ class FileSystemWriter(StorageWriter):
         path: The checkpoint's directory, or a `file://` URL of it; `checkpoint_id` of a save replaces it.
         durable: Whether data reaches the disk before a save is complete.
         storage: A storage to use instead of `path`.
+        open_url: Makes storages of URLs that name no file; without it they are refused. `save` passes what the
+            installed plugins know, `dcp_core.plugins.open_storage`.
     """
 
     def __init__(
-        self, path: CheckpointId | None = None, *, durable: bool = True, storage: Storage | None = None
+        self,
+        path: CheckpointId | None = None,
+        *,
+        durable: bool = True,
+        storage: Storage | None = None,
+        open_url: OpenUrl | None = None,
     ) -> None:
         self.durable = durable
-        self._directory = _Directory(path, storage)
+        self._directory = _Directory(path, storage, open_url)
         self._context: WriteContext | None = None
         self._opening: Opening | None = None
         self._written: list[str] = []
@@ -290,12 +315,19 @@ class FileSystemReader(StorageReader):
     Args:
         path: The checkpoint's directory, or a `file://` URL of it; `checkpoint_id` of a load replaces it.
         storage: A storage to use instead of `path`.
+        open_url: Makes storages of URLs that name no file; without it they are refused.
     """
 
     shares_reads = True
 
-    def __init__(self, path: CheckpointId | None = None, *, storage: Storage | None = None) -> None:
-        self._directory = _Directory(path, storage)
+    def __init__(
+        self,
+        path: CheckpointId | None = None,
+        *,
+        storage: Storage | None = None,
+        open_url: OpenUrl | None = None,
+    ) -> None:
+        self._directory = _Directory(path, storage, open_url)
         self._metadata: Metadata | None = None
         self._context = ReadContext(0, 1)
         self._objects: ObjectFiles | None = None

@@ -16,6 +16,7 @@ from dcp_core.metadata import Metadata, StoredTensor
 from dcp_core.planning.items import ReadItem
 from dcp_core.planning.load_plan import LoadPlan, Wanted
 from dcp_core.planning.regions import intersect_chunks
+from dcp_core.plugins import open_storage
 
 
 def read_tensor(checkpoint_id: CheckpointId, key: str, box: Box | None) -> npt.NDArray[Any]:
@@ -29,8 +30,8 @@ def read_tensor(checkpoint_id: CheckpointId, key: str, box: Box | None) -> npt.N
         raise ArgumentError(f"key must be the name of a tensor, found {key!r}")
     if box is not None and not isinstance(box, Box):
         raise ArgumentError(f"box must be a Box(offsets, sizes), found {box!r}")
-    reader = FileSystemReader(checkpoint_id)
-    reader.initialize_reader()
+    reader = FileSystemReader(open_url=open_storage)
+    reader.initialize_reader(checkpoint_id)
     metadata = reader.load_metadata()
     stored = _stored_tensor(metadata, key)
     region = Box.whole(stored.shape) if box is None else box

@@ -84,7 +84,7 @@ class SharedReads:
         if broadcasts is not None and reader.shares_reads and is_standard:
             assert isinstance(planner, StandardLoadPlanner), "just seen"
             rows = range(len(kinds))
-            kinds = [self._kind_of(broadcasts, planner.device_of(row)) for row in rows]
+            kinds = [self._kind_of(broadcasts, planner, row) for row in rows]
             targets = [planner.target_of(row) if planner.device_of(row) == _HOST_DEVICE else None for row in rows]
             arrays = [None if target is None else target[1].host_array(target[0]) for target in targets]
             for row in np.flatnonzero(overlapping(arrays)).tolist():
@@ -106,7 +106,11 @@ class SharedReads:
             return same, reader.probe_rate(plan, (group.rank + 1) / (group.world_size + 1))
         return 0.0, 0.0
 
-    def _kind_of(self, broadcasts: Broadcasts, device: str) -> str | None:
+    def _kind_of(self, broadcasts: Broadcasts, planner: StandardLoadPlanner, row: int) -> str | None:
+        """What carries a wanted box; None where its rank reads it by itself."""
+        device = planner.device_of(row)
+        if device != _HOST_DEVICE and not broadcasts.carries(planner.target_of(row)[0]):
+            return None
         kind = broadcasts.kind(device)
         if kind is not None:
             self._device_of.setdefault(kind, device)

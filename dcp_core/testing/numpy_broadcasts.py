@@ -47,6 +47,10 @@ class NumpyBroadcasts:
         """The channel carries host memory, and nothing else is carried."""
         return "channel" if device == "cpu" else None
 
+    def carries(self, view: Any) -> bool:
+        """Arrays are carried, and nothing else."""
+        return isinstance(view, np.ndarray)
+
     def given_groups(self, groups: Mapping[tuple[int, ...], Any]) -> Mapping[tuple[int, ...], Any]:
         """Check the groups that a caller passed: tuples of ranks, equal to their keys but for the order.
 

@@ -263,7 +263,7 @@ def _run_rank(job: _Job) -> None:
 
 def _call(job: _Job) -> _Outcome:
     try:
-        target: Any = _load(job.module, job.file)
+        target: Any = load_module(job.module, job.file)
         for name in job.function.split("."):
             target = getattr(target, name)
         return _Outcome(target(job.context, *pickle.loads(job.arguments)))
@@ -284,7 +284,7 @@ def _leave(file: Path, outcome: _Outcome) -> None:
     temporary.replace(file)
 
 
-def _load(module: str, file: str | None) -> Any:
+def load_module(module: str, file: str | None) -> Any:
     """Import a module, by its file if its name is on no path (pytest's importlib mode)."""
     try:
         return importlib.import_module(module)

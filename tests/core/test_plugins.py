@@ -17,8 +17,10 @@ import numpy as np
 import pytest
 
 from dcp_core import plugins
+from dcp_core.adapter import Adapter, Describer
 from dcp_core.arrays import NumpyAdapter
 from dcp_core.box import Box
+from dcp_core.dtype import BY_NAME
 from dcp_core.errors import AdapterError
 from dcp_core.formats import objects
 from dcp_core.formats.objects import ObjectCodec
@@ -32,6 +34,7 @@ from dcp_core.hookspecs import (
     hookimpl,
 )
 from dcp_core.planning.leaves import LocalTensor
+from dcp_core.plugin_checks import _members, protocol_problem
 from dcp_core.plugins import PluginRegistry
 
 _TOY = "toyframework"
@@ -120,7 +123,7 @@ def _registry(**found: object) -> PluginRegistry:
             self.name, self.value, self.dist, self._plugin = name, f"{name}_module", None, plugin
 
         def load(self) -> object:
-            if isinstance(self._plugin, Exception):
+            if isinstance(self._plugin, (Exception, SystemExit)):
                 raise self._plugin
             return self._plugin
 
@@ -186,6 +189,11 @@ class TestAdapters:
         with pytest.raises(AdapterError, match=message):
             registry.adapter_named("toy")
 
+    def test_a_plugin_that_claims_a_name_twice_is_told_so(self) -> None:
+        twice = _plugin(adapters=lambda: _toy_adapter()() + _toy_adapter()())
+        with pytest.raises(AdapterError, match=r"the plugin 'one' \(one_module\) claims the adapter 'toy' twice"):
+            _registry(one=twice).active_adapters()
+
     def test_the_built_in_name_cannot_be_claimed(self) -> None:
         registry = _registry(mine=_plugin(adapters=_toy_adapter("numpy")))
         with pytest.raises(AdapterError, match=r"'numpy': 'dcp_core' \(built in\) and 'mine'"):
@@ -197,7 +205,7 @@ class TestAdapters:
             ("toyplugin:broken_factory", "OSError: no such library"),
             ("toyplugin:missing", "AttributeError"),
             ("no_such_module_xyz:Adapter", "ModuleNotFoundError"),
-            ("toyplugin:WrapperDescriber", "it lacks version, host_array, read_out"),
+            ("toyplugin:WrapperDescriber", "it lacks name, version, process_group, host_array, read_out"),
             ("dcp_core.arrays:NumpyAdapter", "the adapter is called 'numpy', not 'toy'"),
         ],
     )
@@ -224,6 +232,7 @@ class TestBrokenPlugins:
         ("plugin", "problem"),
         [
             (ImportError("needs libfoo"), "ImportError: needs libfoo"),
+            (SystemExit("install libfoo"), "SystemExit: install libfoo"),
             (SyntaxError("invalid"), "SyntaxError"),
             (_plugin(adapters=lambda: 1 / 0), "ZeroDivisionError"),
             (_plugin(adapters=lambda: AdapterEntry("a", "b", "c:d")), "must return a sequence of AdapterEntry"),
@@ -264,6 +273,27 @@ class TestBrokenPlugins:
 
 @pytest.mark.usefixtures("toy")
 class TestOtherEntries:
+    @pytest.mark.parametrize(
+        ("found", "problem"),
+        [
+            (5, "returned a int: it must be a LocalTensor, or None"),
+            (
+                LocalTensor((2,), BY_NAME["int8"], (Box((0,), (2,)),), (), NumpyAdapter()),
+                "gave 1 boxes and 0 views: one a box",
+            ),
+            (
+                LocalTensor((2, 1), BY_NAME["int8"], (Box((0,), (2,)),), (None,), NumpyAdapter()),
+                r"gave .*\(2,\)\) of a tensor of shape \(2, 1\)",
+            ),
+        ],
+    )
+    def test_what_a_describer_says_is_checked(self, toy: types.ModuleType, found: object, problem: str) -> None:
+        vars(toy).update(Wrong=type("Wrong", (), {"describe": lambda self, value: found}))
+        entry = DescriberEntry(f"{_TOY}.Wrapper", framework=_TOY, factory="toyplugin:Wrong")
+        adapters = _registry(toy=_plugin(describers=lambda: [entry])).active_adapters()
+        with pytest.raises(AdapterError, match=f"Wrong.describe {problem}"):
+            adapters.describe(Wrapper(np.zeros(1)))
+
     def test_a_describer_is_asked_for_its_type_and_subclasses_only(self) -> None:
         entry = DescriberEntry(f"{_TOY}.Wrapper", framework=_TOY, factory="toyplugin:WrapperDescriber")
         adapters = _registry(toy=_plugin(describers=lambda: [entry])).active_adapters()
@@ -296,6 +326,10 @@ class TestOtherEntries:
                 "expected an ObjectCodec of toyframework.Other",
             ),
             (StagingCopierEntry(f"{_TOY}.Wrapper", "toyplugin:not_callable"), "5 cannot be called"),
+            (
+                StagingCopierEntry(f"{_TOY}.Wrapper", "toyplugin:WrapperDescriber"),
+                r"WrapperDescriber\(\) must take one argument, the value",
+            ),
         ],
     )
     def test_what_a_factory_makes_must_be_of_its_kind(self, toy: types.ModuleType, entry: Any, problem: str) -> None:
@@ -334,6 +368,20 @@ class TestOtherEntries:
         assert factory is copy_wrapper
         with pytest.raises(AdapterError, match="no plugin registers the storage 's3'; known: toy"):
             registry.storage_of_scheme("s3")
+        assert registry.schemes() == ["toy"]
+        assert registry.open_storage("s3://bucket/x") is None
+
+    def test_what_is_no_storage_is_refused_when_it_is_opened(self, toy: types.ModuleType) -> None:
+        vars(toy).update(open_toy=lambda url: url.upper())
+        entry = StorageEntry("toy", factory="toyplugin:open_toy")
+        with pytest.raises(AdapterError, match=r"toyplugin:open_toy made a str of 'toy://x': it must be a .*Storage"):
+            _registry(toy=_plugin(storages=lambda: [entry])).open_storage("toy://x")
+
+    def test_what_a_storage_raises_when_it_is_opened_names_the_plugin(self, toy: types.ModuleType) -> None:
+        vars(toy).update(open_toy=lambda url: 1 / 0)
+        entry = StorageEntry("toy", factory="toyplugin:open_toy")
+        with pytest.raises(AdapterError, match=r"plugin 'toy' .* made no storage of 'TOY://x': ZeroDivisionError"):
+            _registry(toy=_plugin(storages=lambda: [entry])).open_storage("TOY://x")
 
     def test_a_conflict_among_storages_leaves_the_adapters_alone(self) -> None:
         storages = _plugin(storages=lambda: [StorageEntry("toy", factory="toyplugin:copy_wrapper")])
@@ -375,6 +423,48 @@ def test_a_local_type_may_be_named() -> None:
     assert StagingCopierEntry("tests.test_x.f.<locals>.Thing", "a:b").name == "tests.test_x.f.<locals>.Thing"
 
 
+class WideAdapter(NumpyAdapter):
+    """Takes more than it must."""
+
+    def narrow(self, view: Any, box: Box, *more: Any, **options: Any) -> Any: ...
+
+
+class ShortAdapter(NumpyAdapter):
+    """Its methods would fail in the middle of a save."""
+
+    def copy_into(self, view: Any, bits: Any) -> None:  # type: ignore[override]  # what is refused here
+        ...
+
+
+class MuteAdapter(NumpyAdapter):
+    """Leaves out an option."""
+
+    def process_group(self, group: Any = None) -> Any:  # type: ignore[override]  # what is refused here
+        ...
+
+
+@pytest.mark.parametrize(
+    ("made", "problem"),
+    [
+        (NumpyAdapter(), None),
+        (WideAdapter(), None),
+        (ShortAdapter(), "its copy_into(view, bits) must take (view, bits, source_dtype)"),
+        (MuteAdapter(), "its process_group(group) must take (group, *, with_channel)"),
+        (types.SimpleNamespace(**dict.fromkeys((*dir(Adapter), "name", "version"), 5)), "its describe is no method"),
+    ],
+)
+def test_an_adapter_is_called_as_its_protocol_says(made: object, problem: str | None) -> None:
+    assert protocol_problem(made, Adapter) == problem
+
+
+def test_an_adapter_has_fewer_than_ten_methods_and_a_describer_one() -> None:
+    assert [name for name, parameters in _members(Adapter) if parameters is not None] == [
+        *("describe", "process_group"),
+        *("host_array", "read_out", "copy_into", "narrow", "writable_problem", "transfers"),
+    ]
+    assert [name for name, _ in _members(Describer)] == ["describe"]
+
+
 def test_every_hook_of_the_specification_is_called() -> None:
     from dcp_core import hookspecs
 
@@ -389,7 +479,8 @@ def dcp_storages():
     return [StorageEntry("toy", factory="real_plugin:Storage")]
 
 class Storage:
-    pass
+    def __init__(self, url):
+        pass
 """
 
 

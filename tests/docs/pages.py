@@ -1,4 +1,4 @@
-"""Finds the Python blocks of a Markdown page."""
+"""Finds the blocks of a Markdown page: Python that runs, and files of a package that the page builds up."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 _FENCE = re.compile(r"^(?P<indent> *)(?P<ticks>`{3,}|~{3,}|:{3,})(?P<language>.*)$")
 _PYTHON = re.compile(r"(python|py|python3|pycon|\{code(-block|-cell)?\} *(python|py|pycon|ipython3?))\b")
 _NOT_RUN = re.compile(r"<!--\s*not run:(?P<reason>.*?)-->", re.DOTALL)
+_A_FILE = re.compile(r"<!--\s*file:\s*(?P<name>[\w./-]*)\s*-->")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,34 @@ def python_blocks(page: Path) -> tuple[Block, ...]:
     return tuple(blocks)
 
 
+def package_files(page: Path) -> dict[str, str]:
+    """The files that a page has its reader write, by their names: blocks of any language under `<!-- file: name -->`.
+
+    Raises:
+        ValueError: A file without a name, or two of one name.
+    """
+    lines = page.read_text().splitlines()
+    found: dict[str, str] = {}
+    for at, line in enumerate(lines):
+        name, fence = _file_name(lines, at, page), _FENCE.match(line)
+        if name is None or fence is None:
+            continue
+        if name in found:
+            raise ValueError(f"{page}:{at + 1}: {name} stands on the page already")
+        end = _end_of_block(lines, at, fence["ticks"], page)
+        found[name] = "\n".join([*lines[at + 1 : end], ""])
+    return found
+
+
+def _file_name(lines: list[str], fence: int, page: Path) -> str | None:
+    """The name in the comment right above a line."""
+    above = next((line for line in reversed(lines[:fence]) if line.strip()), "")
+    named = _A_FILE.fullmatch(above.strip())
+    if named is not None and not named["name"]:
+        raise ValueError(f"{page}:{fence + 1}: a file needs a name: <!-- file: name -->")
+    return named["name"] if named is not None else None
+
+
 def _end_of_block(lines: list[str], start: int, ticks: str, page: Path) -> int:
     for at in range(start + 1, len(lines)):
         closing = lines[at].strip()
@@ -61,7 +90,10 @@ def _end_of_block(lines: list[str], start: int, ticks: str, page: Path) -> int:
 
 
 def _reason(lines: list[str], fence: int, page: Path) -> str | None:
-    """The reason in the comment right above a block; None without such a comment."""
+    """Why a block is not run: a comment right above it says so, or that it is a file; None for one that is run."""
+    name = _file_name(lines, fence, page)
+    if name is not None:
+        return f"it is the file {name}"
     before = "\n".join(lines[:fence]).rstrip()
     start = before.rfind("<!--")
     comment = _NOT_RUN.fullmatch(before[start:]) if start >= 0 and before.endswith("-->") else None

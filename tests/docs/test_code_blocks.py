@@ -12,14 +12,14 @@ import pytest
 
 from tests.docs.pages import Block, python_blocks
 
-_ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[2]
 _RUNNER = Path(__file__).with_name("run_page.py")
-_PAGES = [_ROOT / "README.md", *sorted(path for path in (_ROOT / "docs").rglob("*.md") if "_build" not in path.parts)]
+PAGES = [ROOT / "README.md", *sorted(path for path in (ROOT / "docs").rglob("*.md") if "_build" not in path.parts)]
 _SECONDS_A_PAGE = 120
 
 
 def _run(page: Path, blocks: tuple[Block, ...], directory: Path) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"PYTHONPATH": str(_ROOT), "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     return subprocess.run(
         [sys.executable, "-W", "error", str(_RUNNER), str(page)],
         input=json.dumps([(block.line, block.code) for block in blocks if block.reason is None]),
@@ -31,7 +31,7 @@ def _run(page: Path, blocks: tuple[Block, ...], directory: Path) -> subprocess.C
     )
 
 
-@pytest.mark.parametrize("page", [pytest.param(page, id=str(page.relative_to(_ROOT))) for page in _PAGES])
+@pytest.mark.parametrize("page", [pytest.param(page, id=str(page.relative_to(ROOT))) for page in PAGES])
 def test_the_python_blocks_of_a_page_run(page: Path, tmp_path: Path) -> None:
     result = _run(page, python_blocks(page), tmp_path)
     assert result.returncode == 0, result.stderr

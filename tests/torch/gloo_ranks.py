@@ -6,11 +6,12 @@ backend. Under `torchrun -m pytest` the ranks are the processes of that job.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
@@ -125,6 +126,19 @@ def _by_reference(function: Callable[..., Any]) -> Callable[..., Any]:
 def _start(
     context: RankContext, function: Callable[..., Any], args: tuple[Any, ...], store: str | None, backend: str | None
 ) -> Any:
+    with torch_rank(context, store, backend) as rank:
+        return function(rank, *args)
+
+
+@contextlib.contextmanager
+def torch_rank(context: RankContext, store: str | None, backend: str | None = None) -> Iterator[TorchRank]:
+    """Make a process of `run_ranks` a torch rank, for as long as the context lasts.
+
+    Args:
+        context: Which rank.
+        store: The file through which the ranks meet; None: no process group is made.
+        backend: What to initialise; by default what `DCP_TEST_DEVICE` asks for.
+    """
     torch.set_num_threads(1)
     device = local_device(context.rank)
     chosen = backend or default_backend(context.world_size)
@@ -133,7 +147,8 @@ def _start(
     if chosen == "hccl" and device.type == "cpu":
         register_hccl_over_gloo()
     if store is None:
-        return function(rank, *args)
+        yield rank
+        return
     meeting = FileStore(store, rank.world_size)
     dist.init_process_group(
         chosen,
@@ -144,7 +159,7 @@ def _start(
     )
     dist.barrier()  # a rank that ends while others still connect to it would fail them
     try:
-        return function(rank, *args)
+        yield rank
     finally:
         _leave_together(meeting, rank.world_size)
         if dist.is_initialized():

@@ -1,0 +1,94 @@
+"""`dcp plugins`: what is installed, what it registers, and what is wrong with it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import warnings
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+
+from dcp_core import plugins
+from dcp_core.cli.tables import write_table
+from dcp_core.hookspecs import KINDS, Entry
+from dcp_core.plugin_discovery import PluginRecord
+
+_HEADER = ("plugin", "from", "kind", "name", "made by", "state")
+
+
+@dataclass(frozen=True, slots=True)
+class _EntryReport:
+    """One thing that a plugin registers; `problem` is None where none is known."""
+
+    kind: str
+    name: str
+    framework: str | None
+    factory: str
+    problem: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class _PluginReport:
+    """One plugin; `problem` says why nothing of it serves."""
+
+    name: str
+    origin: str
+    problem: str | None
+    entries: list[_EntryReport]
+
+    @property
+    def is_well(self) -> bool:
+        return self.problem is None and all(entry.problem is None for entry in self.entries)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.add_argument("--json", action="store_true", help="write one JSON object")
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="make everything that is registered; imports the frameworks, so that what is broken shows",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """List the plugins; 1 when something is broken, or claimed twice."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the list tells of broken plugins
+        reports = [_report(record, check=arguments.check) for record in plugins.plugins()]
+    if arguments.json:
+        sys.stdout.write(json.dumps({"plugins": [asdict(report) for report in reports]}, indent=2) + "\n")
+    else:
+        write_table(_HEADER, [row for report in reports for row in _rows(report)])
+    return 0 if all(report.is_well for report in reports) else 1
+
+
+def _report(record: PluginRecord, *, check: bool) -> _PluginReport:
+    entries = [_entry_report(entry, record, check=check) for entry in record.entries]
+    return _PluginReport(record.name, record.origin, record.problem, entries)
+
+
+def _entry_report(entry: Entry, record: PluginRecord, *, check: bool) -> _EntryReport:
+    claimants = plugins.claimants(entry)
+    problem = None
+    if len(claimants) > 1:
+        others = [other.label for other in claimants if other is not record]
+        problem = f"also claimed by {', '.join(others)}" if others else "claimed twice"
+    elif check:
+        problem = plugins.problem_of(entry, record)
+    framework = getattr(entry, "framework", None)
+    return _EntryReport(KINDS[type(entry)], entry.name, framework, entry.factory, problem)
+
+
+def _rows(report: _PluginReport) -> Iterator[tuple[str, ...]]:
+    if report.problem is not None or not report.entries:
+        state = "registers nothing" if report.problem is None else f"broken: {report.problem}"
+        yield report.name, report.origin, "", "", "", _one_line(state)
+    for entry in report.entries:
+        state = "ok" if entry.problem is None else f"broken: {entry.problem}"
+        yield report.name, report.origin, entry.kind, entry.name, entry.factory, _one_line(state)
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())

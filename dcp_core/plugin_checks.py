@@ -1,0 +1,164 @@
+"""Checks what a plugin's factory made, before anything relies on it.
+
+In: an object, and the entry that registered it. Out: nothing, or an `AdapterError` that says what is missing. A method
+that would not take what the core passes is found here, once, and not in the middle of a save.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+from dcp_core.adapter import Adapter, Describer
+from dcp_core.errors import AdapterError
+from dcp_core.formats.objects import ObjectCodec
+from dcp_core.hookspecs import (
+    AdapterEntry,
+    DescriberEntry,
+    Entry,
+    ObjectCodecEntry,
+    StagingCopierEntry,
+    StorageEntry,
+)
+from dcp_core.planning.leaves import LocalTensor
+from dcp_core.storage.base import Storage
+
+_NOT_OF_THE_PROTOCOL = (object, Protocol)
+
+
+def check_made(made: Any, entry: Entry) -> None:
+    """Check what a factory made, as far as that can be told without using it.
+
+    Args:
+        made: What the factory returned; for a storage or a staging copier the factory itself.
+        entry: What registered it.
+
+    Raises:
+        AdapterError: It is not what the entry says.
+    """
+    problem = _problem(made, entry)
+    if problem is not None:
+        raise AdapterError(problem)
+
+
+def _problem(made: Any, entry: Entry) -> str | None:
+    if isinstance(entry, AdapterEntry):
+        problem = protocol_problem(made, Adapter)
+        if problem is not None:
+            return f"{type(made).__name__} is no adapter: {problem}"
+        return None if made.name == entry.name else f"the adapter is called {made.name!r}, not {entry.name!r}"
+    if isinstance(entry, DescriberEntry):
+        problem = protocol_problem(made, Describer)
+        return None if problem is None else f"{type(made).__name__} is no describer: {problem}"
+    if isinstance(entry, ObjectCodecEntry):
+        is_codec = isinstance(made, ObjectCodec) and made.type_name == entry.type_name
+        return None if is_codec else f"expected an ObjectCodec of {entry.type_name}, found {made!r}"
+    assert isinstance(entry, (StorageEntry, StagingCopierEntry))
+    if not callable(made):
+        return f"{made!r} cannot be called"
+    argument = "the URL" if isinstance(entry, StorageEntry) else "the value"
+    return None if _takes(made, 1, ()) else f"{entry.factory}{_shown(made)} must take one argument, {argument}"
+
+
+def check_storage(made: Any, entry: StorageEntry, url: str) -> Storage:
+    """Check what a storage's factory made of a URL.
+
+    Raises:
+        AdapterError: It is no `Storage`.
+    """
+    if not isinstance(made, Storage):
+        raise AdapterError(
+            f"{entry.factory} made a {type(made).__qualname__} of {url!r}: it must be a dcp_core.storage.base.Storage"
+        )
+    return made
+
+
+def check_described(found: Any, describer: object) -> None:
+    """Check what a describer said of a value.
+
+    Args:
+        found: What `describe` returned, unless None.
+        describer: What returned it.
+
+    Raises:
+        AdapterError: It is no `LocalTensor`, or boxes and views do not belong to each other.
+    """
+    name = type(describer).__qualname__
+    if not isinstance(found, LocalTensor):
+        raise AdapterError(f"{name}.describe returned a {type(found).__qualname__}: it must be a LocalTensor, or None")
+    if len(found.boxes) != len(found.views):
+        raise AdapterError(f"{name}.describe gave {len(found.boxes)} boxes and {len(found.views)} views: one a box")
+    dimensions = len(found.global_shape)
+    for box in found.boxes:
+        if len(box.sizes) != dimensions:
+            raise AdapterError(f"{name}.describe gave {box} of a tensor of shape {found.global_shape}")
+
+
+def protocol_problem(made: Any, protocol: type) -> str | None:
+    """Why an object does not fit a protocol, or None.
+
+    Args:
+        made: The object.
+        protocol: A `Protocol`, whose attributes and methods count, those of its bases too.
+
+    Returns:
+        What is missing, or cannot be called as the core calls it: with all arguments of the protocol, those before its
+        ``*`` by position.
+    """
+    members = dict(_members(protocol))
+    missing = [name for name in members if not hasattr(made, name)]
+    if missing:
+        return f"it lacks {', '.join(missing)}"
+    for name, expected in members.items():
+        if expected is None:
+            continue
+        method = getattr(made, name)
+        if not callable(method):
+            return f"its {name} is no method"
+        by_position = [p for p in expected if p.kind is not inspect.Parameter.KEYWORD_ONLY]
+        by_name = tuple(p.name for p in expected if p.kind is inspect.Parameter.KEYWORD_ONLY)
+        if not _takes(method, len(by_position), by_name):
+            return f"its {name}{_shown(method)} must take ({', '.join(map(str, _bare(expected)))})"
+    return None
+
+
+def _members(protocol: type) -> Iterator[tuple[str, list[inspect.Parameter] | None]]:
+    """Names of attributes, with None, and of methods, with their parameters after `self`; those of the class first."""
+    for base in protocol.__mro__:
+        if base in _NOT_OF_THE_PROTOCOL or base.__name__ == "Generic":
+            continue
+        for name in inspect.get_annotations(base):
+            yield name, None
+        for name, value in vars(base).items():
+            if inspect.isfunction(value) and not name.startswith("_"):
+                yield name, list(inspect.signature(value).parameters.values())[1:]
+
+
+def _takes(function: Any, positions: int, names: tuple[str, ...]) -> bool:
+    """Whether a call with so many arguments, and those by name, fits; what cannot be told fits."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # some that are written in C
+        return True
+    try:
+        signature.bind(*range(positions), **dict.fromkeys(names))
+    except TypeError:
+        return False
+    return True
+
+
+def _shown(function: Any) -> str:
+    parameters = inspect.signature(function).parameters.values()
+    return f"({', '.join(map(str, _bare(list(parameters))))})"
+
+
+def _bare(parameters: list[inspect.Parameter]) -> Iterator[str]:
+    """Parameters without types and defaults."""
+    star = False
+    for parameter in parameters:
+        if parameter.kind is inspect.Parameter.KEYWORD_ONLY and not star:
+            star = True
+            yield "*"
+        star = star or parameter.kind is inspect.Parameter.VAR_POSITIONAL
+        yield str(parameter.replace(annotation=inspect.Parameter.empty, default=inspect.Parameter.empty))
