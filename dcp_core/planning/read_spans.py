@@ -28,8 +28,8 @@ class ReadSpan:
     Attributes:
         item: What it is.
         file: Row of the chunk's file in the metadata's `FileColumns`.
-        byte_offset: Where the chunk starts in the file's data section.
-        chunk_sizes: Extent of the chunk, elements.
+        byte_offset: Where the chunk starts in the file's data section, or the array that it is a region of.
+        chunk_sizes: Extent of the chunk, or of that array, elements.
         dtype: Element type as stored.
         target_dtype: Element type of the target.
     """
@@ -72,8 +72,8 @@ class AllSpans:
             byte_offset=chunks.byte_offset[order],
             itemsize=ITEMSIZE[stored],
             ndim=self.boxes.ndim[self.wanted],
-            chunk_sizes=chunks.sizes[order],
-            offsets=(reads.offsets - chunks.offsets)[order],
+            chunk_sizes=(chunks.sizes if chunks.arrays is None else chunks.arrays.sizes)[order],
+            offsets=self._regions.storage_offsets[order],
             sizes=reads.sizes[order],
             dtype=stored,
             same_dtype=stored == target,
