@@ -42,6 +42,7 @@ if TYPE_CHECKING:
         UntrustedObjectError,
     )
     from dcp_core.execution.filesystem import FileSystemReader, FileSystemWriter
+    from dcp_core.execution.huggingface import HuggingFaceReader, Joined, Narrowed, Selected, Stacked
     from dcp_core.execution.interfaces import StorageReader, StorageWriter
     from dcp_core.metadata import (
         BytesStorageMetadata,
@@ -79,14 +80,17 @@ __all__ = [
     "FileSystemReader",
     "FileSystemWriter",
     "FormatError",
+    "HuggingFaceReader",
     "InDoubtError",
     "IncompleteError",
+    "Joined",
     "LoadPlan",
     "LoadPlanner",
     "Metadata",
     "MetadataIndex",
     "MissingKeysError",
     "MissingRendezvousError",
+    "Narrowed",
     "NewerVersionError",
     "NotFoundError",
     "OverlapError",
@@ -97,7 +101,9 @@ __all__ = [
     "SaveCancelledError",
     "SavePlan",
     "SavePlanner",
+    "Selected",
     "ShapeMismatchError",
+    "Stacked",
     "StandardLoadPlanner",
     "StandardSavePlanner",
     "StorageError",
@@ -157,6 +163,13 @@ _HOMES = {
     "dcp_core.execution.filesystem": (
         "FileSystemReader",
         "FileSystemWriter",
+    ),
+    "dcp_core.execution.huggingface": (
+        "HuggingFaceReader",
+        "Joined",
+        "Narrowed",
+        "Selected",
+        "Stacked",
     ),
     "dcp_core.execution.interfaces": (
         "StorageReader",
