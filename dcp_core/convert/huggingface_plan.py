@@ -1,6 +1,6 @@
-"""Which tensors of a checkpoint go into which files of a Hugging Face directory, under which names, from metadata alone.
+"""Which tensors of a checkpoint go into which files of a Hugging Face directory, and under which names.
 
-In: stored tensors and objects. Out: a plan, with what is left out and why. Pure.
+In: stored tensors and objects, as the metadata has them. Out: a plan, with what is left out and why. Pure.
 """
 
 from __future__ import annotations

@@ -119,7 +119,9 @@ class StoredSource:
 
 def place_of(chunks: ChunkColumns) -> bytes:
     """Where a tensor's chunks lie: equal for two tensors of one checkpoint exactly when they are the same bytes."""
-    columns = (chunks.offsets, chunks.sizes, chunks.file, chunks.byte_offset)
+    columns = [chunks.offsets, chunks.sizes, chunks.file, chunks.byte_offset]
+    if chunks.arrays is not None:
+        columns += [chunks.arrays.offsets, chunks.arrays.sizes]
     return b"".join(np.ascontiguousarray(column).tobytes() for column in columns)
 
 

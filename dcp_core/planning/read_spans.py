@@ -6,7 +6,8 @@ As columns for whoever reads many at once; as `ReadSpan`s, made when somebody lo
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import overload
 
@@ -79,6 +80,13 @@ class AllSpans:
             same_dtype=stored == target,
         )
 
+    def with_places(self, byte_offset: Int64) -> AllSpans:
+        """The same spans, with other starts of their chunks. Shape of `byte_offset`: (N,)."""
+        made = copy(self)
+        made.columns = replace(self.columns, byte_offset=byte_offset)
+        made.__dict__.pop("spans", None)
+        return made
+
     @cached_property
     def fills_box(self) -> Mask:
         """Whether a region is a whole wanted box. Shape (N,)."""
@@ -137,6 +145,16 @@ class ReadSpans(Sequence[ReadSpan]):
     def columns(self) -> SpanColumns:
         """These spans as columns."""
         return self.every.columns.part(self.rows.start, self.rows.stop)
+
+    def with_places(self, byte_offset: Int64) -> ReadSpans:
+        """The same regions, where a chunk's start in its file was found out later.
+
+        Args:
+            byte_offset: Where the chunk of each region starts in the file's data section. Shape (N,).
+        """
+        every = self.every.columns.byte_offset.copy()
+        every[self.rows] = byte_offset
+        return ReadSpans(self.every.with_places(every), self.rows, share_memory=self.share_memory)
 
     def __len__(self) -> int:
         return int(self.rows.stop - self.rows.start)

@@ -1,0 +1,228 @@
+"""Reads checkpoints that `torch.distributed.checkpoint` wrote, under any layout, as those of this library.
+
+Goes in: a directory with `.metadata` and `.distcp` files. Comes out: what a `StorageReader` gives. Nothing is unpickled
+but what a table of known names allows; regions of tensors are read from their places in the files.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from xxhash import xxh3_128_digest
+
+from dcp_core.box import Box, slices
+from dcp_core.coordination.frames import pack, unpack
+from dcp_core.dtype import DType
+from dcp_core.errors import CorruptError, IncompleteError, NotFoundError
+from dcp_core.execution.data_files import TensorFiles
+from dcp_core.execution.filesystem import FileSystemReader
+from dcp_core.execution.interfaces import ReadTarget
+from dcp_core.execution.read_engine import read_tensors
+from dcp_core.formats.objects import encode_value
+from dcp_core.metadata import Int64, Metadata, SaveRecord, StoredObject
+from dcp_core.planning.read_spans import ReadSpan, ReadSpans
+from dcp_core.planning.span_columns import PlannedRegion, columns_of
+from dcp_torch.elements import tensor_of_bits
+from dcp_torch.torch_dcp_entries import EntryTensor, check_expected, find_tensor
+from dcp_torch.torch_dcp_metadata import TorchSource, describe
+from dcp_torch.torch_values import load_value
+
+METADATA_NAME = ".metadata"
+_PICKLE_MARK = b"\x80"
+
+
+class TorchDCPReader(FileSystemReader):
+    """Reads a checkpoint that `torch.distributed.checkpoint` wrote to files.
+
+    Pass it as `storage_reader=` to `load`. The entries' checksums are torch's, which are not looked at when parts of
+    them are read; sizes, types and places are checked.
+
+    Args:
+        path: The checkpoint's directory, or a `file://` URL of it.
+    """
+
+    def load_metadata(self, rank: int | None = None, header_digest: bytes | None = None) -> Metadata:
+        """Read `.metadata`, or `__{rank}.metadata` of a rank that saved alone."""
+        storage = self._directory.storage
+        name = METADATA_NAME if rank is None else f"__{rank}{METADATA_NAME}"
+        if storage.size(name) is None:
+            raise NotFoundError(
+                f"there is no {name} in {storage.describe()}: torch DCP has completed no checkpoint there; check "
+                "the path"
+            )
+        raw = storage.read(name)
+        if not raw.startswith(_PICKLE_MARK):
+            raise CorruptError(
+                f"{name} in {storage.describe()} is not from torch.distributed.checkpoint; load checkpoints of this "
+                "library without a TorchDCPReader"
+            )
+        description = describe(raw, name)
+        sizes = []
+        for file in description.files:
+            size = storage.size(file)
+            if size is None:
+                raise IncompleteError(f"{file} is missing in {storage.describe()}: restore the file")
+            sizes.append(size)
+        metadata = Metadata(TorchSource(description, sizes))
+        encoded = self.encode_metadata(metadata)
+        if header_digest is not None and xxh3_128_digest(encoded) != header_digest:
+            raise CorruptError(f"{name} in {storage.describe()} is not the one that the coordinator read")
+        return metadata
+
+    def encode_metadata(self, metadata: Metadata) -> bytes:
+        """The file as it is, and the sizes of the data files."""
+        source = _source_of(metadata)
+        return pack(source.description.raw, json.dumps(source.files.nbytes.tolist()).encode())
+
+    def decode_metadata(self, raw: bytes) -> Metadata:
+        """Undo `encode_metadata`."""
+        blob, sizes = unpack(raw)
+        return Metadata(TorchSource(describe(blob, METADATA_NAME), json.loads(sizes)))
+
+    def read_object(self, stored: StoredObject) -> bytes:
+        """Read a value, by `torch.load` with `weights_only=True`.
+
+        Raises:
+            UntrustedObjectError: It needs a class that torch does not allow.
+        """
+        assert self._metadata is not None, "configure_reader comes before reading"
+        place = _source_of(self._metadata).object_places[stored.ordinal]
+        blob = self._directory.storage.read(place.file, place.offset, place.nbytes)
+        return encode_value(load_value(blob, f"{stored.name!r} in {place.file}"), path=stored.name)
+
+    def _explained(self, save: SaveRecord) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def _read(
+        self, spans: Sequence[PlannedRegion], planner: ReadTarget, progress: Callable[[int], None] | None = None
+    ) -> None:
+        """Find out where elements start, then read as ever; what does not lie in row-major order is read by itself."""
+        if not len(spans):
+            return
+        with self._reading() as source, self._tensor_files(source, verify=False) as files:
+            assert isinstance(source, TorchSource)
+            entries, which = _entries_of(files, source, spans)
+            is_plain = np.array([entry.ref.is_plain for entry in entries])[which]
+            starts = np.array([entry.start for entry in entries], np.int64)[which] + columns_of(spans).byte_offset
+            placed = _with_places(spans, starts)
+            odd = np.flatnonzero(~is_plain)
+            if not len(odd):
+                read_tensors(files, self._context, placed, planner, progress)
+                return
+            bases = columns_of(spans).byte_offset
+            for row in odd.tolist():
+                _read_odd(files, spans[row], int(bases[row]), entries[which[row]], planner)
+            rest = np.flatnonzero(is_plain)
+            read_tensors(
+                files,
+                self._context,
+                [placed[row] for row in rest.tolist()],
+                planner,
+                _mapped(progress, rest, len(spans)),
+            )
+
+
+def is_torch_dcp(prefix: bytes) -> bool:
+    r"""Whether a `.metadata` that begins so is one of torch's.
+
+    >>> is_torch_dcp(b"\x80\x04")
+    True
+    """
+    return prefix.startswith(_PICKLE_MARK)
+
+
+def _source_of(metadata: Metadata) -> TorchSource:
+    source = metadata.source
+    assert isinstance(source, TorchSource), "a reader is given its own descriptions"
+    return source
+
+
+def _entries_of(
+    files: TensorFiles, source: TorchSource, spans: Sequence[PlannedRegion]
+) -> tuple[list[EntryTensor], npt.NDArray[np.intp]]:
+    """The tensor of each entry that regions lie in, and which entry is whose."""
+    columns = columns_of(spans)
+    files.check_sizes(np.unique(columns.file).tolist())
+    keys = np.stack([columns.file, columns.byte_offset], axis=1)
+    _, first, which = np.unique(keys, axis=0, return_index=True, return_inverse=True)
+    rows, offsets = columns.file[first], columns.byte_offset[first]
+    lengths = source.entry_nbytes(rows, offsets)
+    entries = []
+    for position, row, offset, nbytes in zip(
+        first.tolist(), rows.tolist(), offsets.tolist(), lengths.tolist(), strict=True
+    ):
+        entries.append(_entry(files, row, offset, nbytes, spans[position]))
+    return entries, which.reshape(-1)
+
+
+def _entry(files: TensorFiles, row: int, offset: int, nbytes: int, span: PlannedRegion) -> EntryTensor:
+    file = files.get(row)
+    name = f"{span.item.storage_index.fqn!r} in {file.facts.name}"
+    if nbytes < 0:
+        raise CorruptError(f"{name}: the metadata has no entry at byte {offset}")
+
+    def read(start: int, count: int) -> bytes:
+        target = bytearray(count)
+        file.read(offset + start, [memoryview(target)])
+        return bytes(target)
+
+    found = find_tensor(read, nbytes, name)
+    check_expected(found, span.dtype, tuple(span.chunk_sizes), name)
+    return found
+
+
+def _with_places(spans: Sequence[PlannedRegion], byte_offset: Int64) -> Sequence[PlannedRegion]:
+    if isinstance(spans, ReadSpans):
+        return spans.with_places(byte_offset)
+    return [
+        ReadSpan(span.item, span.file, start, span.chunk_sizes, span.dtype, span.target_dtype)
+        for span, start in zip(spans, byte_offset.tolist(), strict=True)
+    ]
+
+
+def _read_odd(files: TensorFiles, span: PlannedRegion, base: int, entry: EntryTensor, planner: ReadTarget) -> None:
+    """Read a region of a tensor that lies in another order (channels last, transposed), or conjugated or negated."""
+    ref, dtype = entry.ref, span.dtype
+    memory = np.empty(entry.storage_nbytes, np.uint8)
+    files.get(span.file).read(base + entry.storage_start, [memory.data])
+    whole = _elements(memory, entry)
+    part = whole[slices(Box(span.item.storage_offsets, span.item.lengths))]
+    if ref.is_conjugated or ref.is_negated:
+        part = _resolved(part, ref.is_conjugated, ref.is_negated, dtype)
+    view = planner.acquire_tensor(span.item)
+    planner.access(span.item).copy_into(view, np.ascontiguousarray(part).reshape(span.item.lengths), dtype)
+    planner.apply_tensor(span.item, view)
+
+
+def _elements(memory: npt.NDArray[np.uint8], entry: EntryTensor) -> npt.NDArray[Any]:
+    """The tensor's raw bits in the memory of its storage."""
+    ref, itemsize = entry.ref, entry.ref.dtype.itemsize
+    start = ref.start * itemsize
+    strides = tuple(stride * itemsize for stride in ref.strides)
+    return np.ndarray(ref.sizes, ref.dtype.bits, memory, start, strides)
+
+
+def _resolved(bits: npt.NDArray[Any], is_conjugated: bool, is_negated: bool, dtype: DType) -> npt.NDArray[Any]:
+    """The values of raw bits that are conjugated or negated."""
+    tensor = tensor_of_bits(np.ascontiguousarray(bits), dtype)
+    tensor = tensor.conj() if is_conjugated else tensor
+    tensor = tensor.neg() if is_negated else tensor
+    values: npt.NDArray[Any] = tensor.resolve_conj().numpy()
+    return values.view(dtype.bits)
+
+
+def _mapped(
+    progress: Callable[[int], None] | None, rest: npt.NDArray[np.intp], count: int
+) -> Callable[[int], None] | None:  # fmt: skip
+    """Tell of all regions, where only the rest of them is read: the others are in already."""
+    if progress is None:
+        return None
+    return lambda rows: progress(int(rest[rows]) if rows < len(rest) else count)
+
+
+__all__ = ["TorchDCPReader", "is_torch_dcp"]
