@@ -16,7 +16,7 @@ from xxhash import xxh3_128_hexdigest
 
 from dcp_core.errors import CorruptError, MissingKeysError
 from dcp_core.file_names import TENSOR_FILE
-from dcp_core.formats.chunk_checks import depth_fault, shapes_fault
+from dcp_core.formats.chunk_checks import shapes_fault
 from dcp_core.formats.columns_source import ColumnsSource, MetadataColumns
 from dcp_core.formats.cuts import Cut, lay_out
 from dcp_core.formats.huggingface_directory import SafetensorsFile, encode_files
@@ -39,6 +39,8 @@ from dcp_core.state_path import encode_path, key_path
 
 _log = logging.getLogger("dcp.formats")
 _NAMES_SHOWN = 10
+_USUAL_DEPTH = 8
+_PADDED_NUMBERS = 1 << 24
 
 
 class HuggingFaceSource(ColumnsSource):
@@ -138,7 +140,9 @@ def _columns(layouts: Mapping[str, Layout]) -> MetadataColumns:
     ]
     depth = max((layout.ndim for layout in ordered), default=0)
     counts = np.array([len(own) for own in pieces], np.int64)
-    _refuse(depth_fault(max(len(names), int(counts.sum())), depth))
+    rows = max(len(names), int(counts.sum()))
+    if depth > _USUAL_DEPTH and rows * depth > _PADDED_NUMBERS:
+        _refuse(f"{rows} tensors or shards with up to {depth} dimensions")
     shape = _padded([layout.shape for layout in ordered], depth, 1)
     dtype = np.array([layout.dtype.code for layout in ordered], np.uint8)
     _refuse(shapes_fault(shape, dtype, counts))
