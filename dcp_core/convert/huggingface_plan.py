@@ -6,18 +6,18 @@ In: stored tensors and objects, as the metadata has them. Out: a plan, with what
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
+from dcp_core.convert.recut import recut
 from dcp_core.convert.shard_sizes import share_out
 from dcp_core.convert.stored_source import place_of
 from dcp_core.dtype import BY_NAME, DType, Kind, conversion
 from dcp_core.errors import ArgumentError, DTypeMismatchError, UnsupportedValueError
+from dcp_core.formats.cuts import Cut
+from dcp_core.formats.key_map import KeyMap, map_keys
 from dcp_core.metadata import StoredTensor
-
-NameMap = Mapping[str, str | None] | Callable[[str], str | None]
-"""New names by old ones; None leaves a tensor out. Of a mapping, names that it lacks stay as they are."""
 
 _INPUT_SIDE = ("embed", "wte", "shared")
 _DIGITS = re.compile(r"(\d+)")
@@ -85,7 +85,8 @@ def plan_huggingface(
     max_shard_nbytes: int,
     prefix: str = "",
     dtype: DType | None = None,
-    key_map: NameMap | None = None,
+    key_map: KeyMap | None = None,
+    cuts: Mapping[str, Cut] | None = None,
 ) -> HuggingFacePlan:
     """Plan a directory.
 
@@ -96,29 +97,38 @@ def plan_huggingface(
         prefix: Only names that begin with it and a dot are converted, without it; "": all.
         dtype: What tensors of floating-point numbers become; None: they stay.
         key_map: From names without the prefix to names there.
+        cuts: For tensors there that are cut otherwise, how they are made of those of the checkpoint, by their names
+            without the prefix. What they are made of is not converted by itself.
 
     Raises:
         ArgumentError: Two tensors get one name; nothing has the prefix; a name is no text.
+        PlanningError: A cut does not fit.
         UnsupportedValueError: A type that the file format cannot hold.
     """
-    skipped = [Skipped(name, "not a tensor") for name in objects]
-    chosen: list[PlannedTensor] = []
-    for stored in tensors:
-        name = _name_of(stored.name, prefix, key_map)
-        if name is None:
-            skipped.append(Skipped(stored.name, _why_left_out(stored.name, prefix)))
-        else:
-            chosen.append(PlannedTensor(name, _dtype_of(stored, dtype), stored.shape, stored))
-    if prefix and not chosen and tensors:
+    start = f"{prefix}." if prefix and not prefix.endswith(".") else prefix
+    inside = {stored.name[len(start) :]: stored for stored in tensors if stored.name.startswith(start)}
+    if prefix and not inside and tensors:
         some = sorted({stored.name.partition(".")[0] for stored in tensors})[:8]
-        raise ArgumentError(f"no tensor's name begins with {_with_dot(prefix)!r}; names here begin with {some}")
-    chosen.sort(key=lambda tensor: natural_key(tensor.name))
-    _refuse_same_names(chosen)
-    kept, tied = _without_ties(chosen)
-    sizes = [tensor.nbytes for tensor in kept]
-    files = tuple(tuple(positions) for positions in share_out(sizes, max_shard_nbytes))
+        raise ArgumentError(f"no tensor's name begins with {start!r}; names here begin with {some}")
+    made, used = recut(inside, cuts or {})
+    names = {new: old for new, old in map_keys(key_map, [name for name in inside if name not in used]).items() if new}
+    clash = sorted(made.keys() & names.keys())
+    if clash:
+        raise ArgumentError(f"cuts and key_map both give {clash[0]!r}; names must differ")
+    chosen = [_planned(new, inside[old], dtype) for new, old in names.items()]
+    chosen += [_planned(new, stored, dtype) for new, stored in made.items()]
+    kept, tied = _without_ties(sorted(chosen, key=lambda tensor: natural_key(tensor.name)))
+    skipped = [Skipped(name, "not a tensor") for name in objects]
+    skipped += [Skipped(stored.name, f"not under {start!r}") for stored in tensors if not stored.name.startswith(start)]
+    left = inside.keys() - used - set(names.values())
+    skipped += [Skipped(inside[name].name, "left out by key_map") for name in left]
+    files = tuple(tuple(positions) for positions in share_out([tensor.nbytes for tensor in kept], max_shard_nbytes))
     ordered = sorted((*skipped, *tied), key=lambda entry: natural_key(entry.name))
     return HuggingFacePlan(tuple(kept), files, tuple(ordered))
+
+
+def _planned(name: str, stored: StoredTensor, dtype: DType | None) -> PlannedTensor:
+    return PlannedTensor(name, _dtype_of(stored, dtype), stored.shape, stored)
 
 
 def natural_key(name: str) -> list[tuple[int, int, str]]:
@@ -153,28 +163,6 @@ def check_storable(name: str, dtype: DType) -> None:
         )
 
 
-def _name_of(name: str, prefix: str, key_map: NameMap | None) -> str | None:
-    start = _with_dot(prefix)
-    if not name.startswith(start):
-        return None
-    plain = name[len(start) :]
-    if key_map is None:
-        return plain
-    found = key_map.get(plain, plain) if isinstance(key_map, Mapping) else key_map(plain)
-    if found is not None and (not isinstance(found, str) or not found):
-        raise ArgumentError(f"key_map gives {found!r} for {plain!r}; expected a name, or None to leave it out")
-    return found
-
-
-def _with_dot(prefix: str) -> str:
-    return f"{prefix}." if prefix and not prefix.endswith(".") else prefix
-
-
-def _why_left_out(name: str, prefix: str) -> str:
-    start = _with_dot(prefix)
-    return "left out by key_map" if name.startswith(start) else f"not under {start!r}"
-
-
 def _dtype_of(stored: StoredTensor, wanted: DType | None) -> DType:
     is_converted = wanted is not None and stored.dtype.kind is Kind.FLOAT
     dtype = wanted if wanted is not None and is_converted else stored.dtype
@@ -195,16 +183,6 @@ def floating_dtype(name: str) -> DType:
         known = ", ".join(dtype.name for dtype in BY_NAME.values() if dtype.kind is Kind.FLOAT)
         raise ArgumentError(f"dtype={name!r}: expected one of {known}")
     return found
-
-
-def _refuse_same_names(tensors: Sequence[PlannedTensor]) -> None:
-    owner: dict[str, str] = {}
-    for tensor in tensors:
-        other = owner.setdefault(tensor.name, tensor.stored.name)
-        if other != tensor.stored.name:
-            raise ArgumentError(
-                f"key_map gives {tensor.name!r} to both {other!r} and {tensor.stored.name!r}; names must differ"
-            )
 
 
 def _without_ties(tensors: Sequence[PlannedTensor]) -> tuple[list[PlannedTensor], list[Skipped]]:

@@ -6,7 +6,7 @@ In: a storage reader of any format. Out: safetensors files with an index, and a 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from dcp_core.convert.huggingface_files import (
@@ -19,7 +19,6 @@ from dcp_core.convert.huggingface_files import (
 )
 from dcp_core.convert.huggingface_plan import (
     HuggingFacePlan,
-    NameMap,
     PlannedTensor,
     Skipped,
     floating_dtype,
@@ -31,6 +30,8 @@ from dcp_core.convert.shard_sizes import MAX_SHARD_SIZE, parse_shard_size
 from dcp_core.convert.stored_source import StoredSource
 from dcp_core.execution.filesystem import local_path
 from dcp_core.execution.interfaces import CheckpointId, StorageReader
+from dcp_core.formats.cuts import Cut
+from dcp_core.formats.key_map import KeyMap
 from dcp_core.storage.local import LocalStorage
 
 _LOG = logging.getLogger("dcp.convert")
@@ -62,7 +63,8 @@ class HuggingFaceConversion:
         max_shard_size: Largest size of a file's tensors.
         prefix: Only names under it are converted, without it.
         dtype: What floating-point tensors become, by name; None: they stay.
-        key_map: From names (without the prefix) to names in the directory; None leaves a tensor out.
+        key_map: From names (without the prefix) to names in the directory; see `formats.key_map.KeyMap`.
+        cuts: For tensors of the directory that are cut otherwise, how they are made of those of the checkpoint.
 
     Attributes:
         plan: Which tensors go where.
@@ -78,15 +80,17 @@ class HuggingFaceConversion:
         max_shard_size: int | str = MAX_SHARD_SIZE,
         prefix: str = "",
         dtype: str | None = None,
-        key_map: NameMap | None = None,
+        key_map: KeyMap | None = None,
+        cuts: Mapping[str, Cut] | None = None,
     ) -> None:
         limit = parse_shard_size(max_shard_size)
         wanted = None if dtype is None else floating_dtype(dtype)
         self._source = StoredSource(reader)
         names = [entry.name for entry in self._source.objects()]
         self.plan: HuggingFacePlan = plan_huggingface(
-            self._source.tensors(), names, max_shard_nbytes=limit, prefix=prefix, dtype=wanted, key_map=key_map
-        )
+            self._source.tensors(), names, max_shard_nbytes=limit, prefix=prefix, dtype=wanted, key_map=key_map,
+            cuts=cuts,
+        )  # fmt: skip
         self._source.check([tensor.stored for tensor in self.plan.tensors])
 
     @property
