@@ -64,7 +64,7 @@ def test_one_file_is_read_from_its_directory_and_by_its_own_path(tmp_path: Path)
     write_file(tmp_path / MODEL, TENSORS, {"format": "pt"})
     for path in (tmp_path, tmp_path / MODEL, f"file://{tmp_path}", f"file://{tmp_path / MODEL}"):
         target = zeros_like(TENSORS)
-        load(target, path)  # type: ignore[arg-type]  # a URL too
+        load(target, path)
         assert_equal(target, TENSORS)
 
 
@@ -182,7 +182,7 @@ def test_two_names_of_one_memory_are_filled_by_one_tensor(tmp_path: Path) -> Non
 
 def test_shapes_must_agree_and_nothing_is_touched_before_that_is_known(tmp_path: Path) -> None:
     write_file(tmp_path / MODEL, TENSORS)
-    target = {"embed.weight": np.zeros((6, 4), np.float32), "layers.0.weight": np.zeros((2, 8), np.float32)}
+    target: dict[str, Array] = {"embed.weight": np.zeros((6, 4), np.float32), "layers.0.weight": np.zeros((2, 8))}
     with pytest.raises(ShapeMismatchError, match=r"layers\.0\.weight"):
         load(target, tmp_path)
     assert not target["embed.weight"].any()
@@ -190,7 +190,10 @@ def test_shapes_must_agree_and_nothing_is_touched_before_that_is_known(tmp_path:
 
 def test_a_nested_state_is_matched_by_its_printed_names(tmp_path: Path) -> None:
     write_file(tmp_path / MODEL, TENSORS)
-    layers = [{"weight": np.zeros((4, 4), np.float32)}, {"weight": np.zeros((3, 5), np.float16)}]
+    layers: list[dict[str, Array]] = [
+        {"weight": np.zeros((4, 4), np.float32)},
+        {"weight": np.zeros((3, 5), np.float16)},
+    ]
     load({"layers": layers}, tmp_path)
     for row, layer in enumerate(layers):
         np.testing.assert_array_equal(layer["weight"], TENSORS[f"layers.{row}.weight"])
