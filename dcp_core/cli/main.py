@@ -1,0 +1,88 @@
+"""Finds the command that was asked for and runs it.
+
+In: arguments. Out: an exit code: 0, all is well; 1, what was looked at is not, or the command failed and said why on
+stderr; 2, the arguments make no sense.
+
+A command is a module with two functions: `add_arguments(parser)`, and `run(arguments) -> int`. One line of `COMMANDS`
+makes it known; only the module of the command that runs is imported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dcp_core import __version__
+from dcp_core.errors import ArgumentError, DcpError
+
+OK, NOT_WELL, USAGE = 0, 1, 2
+_INTERRUPTED = 130  # 128 and the number of SIGINT, as shells have it
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """One command.
+
+    Attributes:
+        module: Where it is.
+        summary: What it does, in one line.
+    """
+
+    module: str
+    summary: str
+
+
+COMMANDS: dict[str, Command] = {
+    "convert": Command("dcp_core.cli.convert", "convert a checkpoint to another format"),
+}
+"""Every command by its name."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        arguments: What follows `dcp`; None for those of this process.
+
+    Returns:
+        The exit code.
+    """
+    try:
+        return _run(list(sys.argv[1:] if arguments is None else arguments))
+    except DcpError as error:
+        sys.stderr.write(f"dcp: {error}\n")
+        return USAGE if isinstance(error, ArgumentError) else NOT_WELL
+    except BrokenPipeError:  # whoever read the output, `head` for instance, has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return OK
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+
+
+def _run(arguments: list[str]) -> int:
+    named = next((argument for argument in arguments if not argument.startswith("-")), None)
+    parser = argparse.ArgumentParser(prog="dcp", description="Look after checkpoints and plugins.")
+    parser.add_argument("--version", action="version", version=f"hyper-dcp {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    module = None
+    for name, command in COMMANDS.items():
+        sub = commands.add_parser(name, help=command.summary, description=_sentence(command.summary))
+        if name == named:
+            module = importlib.import_module(command.module)
+            module.add_arguments(sub)
+    try:
+        parsed = parser.parse_args(arguments)
+    except SystemExit as ended:  # argparse has said what is wrong, or what there is
+        return ended.code if isinstance(ended.code, int) else USAGE
+    assert module is not None, "argparse has refused every other name"
+    code = int(module.run(parsed))
+    sys.stdout.flush()
+    return code
+
+
+def _sentence(summary: str) -> str:
+    return f"{summary[0].upper()}{summary[1:]}."

@@ -1,0 +1,51 @@
+"""Tables on a terminal: by rich where it is installed, as plain columns where not, or where nobody looks."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+_GAP = "  "
+
+
+def write_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Write a table to stdout.
+
+    Args:
+        header: Names of the columns.
+        rows: One text for each column. The last one may be long.
+    """
+    rich = _rich() if sys.stdout.isatty() else None
+    if rich is None:
+        sys.stdout.write(plain_table(header, rows))
+        return
+    console, table_type, text_type = rich
+    table = table_type(*header)
+    for row in rows:
+        table.add_row(*[text_type(cell) for cell in row])  # as text: what stands in brackets is no markup
+    console().print(table)
+
+
+def plain_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table as columns, left-aligned, two blanks between them.
+
+    >>> print(plain_table(["name", "what"], [["a", "first"], ["long", "second"]]), end="")
+    name  what
+    a     first
+    long  second
+    """
+    lines = [list(header), *map(list, rows)]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
+    joined = [_GAP.join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
+    return "".join(f"{line.rstrip()}\n" for line in joined)
+
+
+def _rich() -> tuple[Any, Any, Any] | None:
+    """What is needed of rich, or None where it is not installed (the extra `cli` brings it)."""
+    try:
+        console, table, text = (importlib.import_module(f"rich.{name}") for name in ("console", "table", "text"))
+    except ImportError:
+        return None
+    return console.Console, table.Table, text.Text
