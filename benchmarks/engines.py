@@ -155,7 +155,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     several: dict[str, Any] = {"nargs": "+", "metavar": "NAME"}
     parser.add_argument("--workloads", default=list(WORKLOADS), choices=WORKLOADS, help=_names(WORKLOADS), **several)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="only on these numbers of ranks")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4], help="only on these numbers of ranks")
     parser.add_argument("--places", default=list(PLACES), choices=PLACES, help=_names(PLACES), **several)
     parser.add_argument("--measures", default=list(MEASURES), choices=MEASURES, help=_names(MEASURES), **several)
     parser.add_argument(
