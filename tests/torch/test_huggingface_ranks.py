@@ -144,7 +144,7 @@ def tensor_parallel_weights(dim: int = 0) -> dict[str, Tensor]:
     """Where columns are cut, a quarter of a row is 64 KiB: shorter runs are read with what lies between them."""
     shape = (16, 1 << 17) if dim else (512, 1024)
     weights = {f"w{row}": values(shape, torch.bfloat16, row) for row in range(6)}
-    return weights | {f"norm{row}": values((4096,), torch.bfloat16, 90 + row) for row in range(6)}
+    return weights | {f"norm{row}": values((1 << 17,), torch.bfloat16, 90 + row) for row in range(6)}
 
 
 @pytest.mark.parametrize(("dim", "most"), [(0, 1.05), (1, 1.1)])
