@@ -68,7 +68,7 @@ class TorchDCPReader(FileSystemReader):
             if size is None:
                 raise IncompleteError(f"{file} is missing in {storage.describe()}: restore the file")
             sizes.append(size)
-        metadata = Metadata(TorchSource(description, sizes))
+        metadata = Metadata(TorchSource(description, sizes, rank))
         encoded = self.encode_metadata(metadata)
         if header_digest is not None and xxh3_128_digest(encoded) != header_digest:
             raise CorruptError(f"{name} in {storage.describe()} is not the one that the coordinator read")

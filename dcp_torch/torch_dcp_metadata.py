@@ -96,12 +96,13 @@ class TorchSource(ColumnsSource):
         object_places: Where each object lies, by `StoredObject.ordinal`.
     """
 
-    def __init__(self, description: Description, sizes: Sequence[int]) -> None:
+    def __init__(self, description: Description, sizes: Sequence[int], rank: int | None = None) -> None:
         """Make a source.
 
         Args:
             description: The checkpoint's.
             sizes: Bytes of each file, in order.
+            rank: The rank that saved it alone; None: all of a job did.
 
         Raises:
             IncompleteError: An entry lies outside of its file.
@@ -113,7 +114,7 @@ class TorchSource(ColumnsSource):
         ranks = [int(match[1]) for match in map(_RANK_OF_FILE.fullmatch, description.files) if match]
         columns, entry_nbytes = _columns(description, rows)
         self._entry_nbytes = entry_nbytes
-        save = SaveRecord(xxh3_128_hexdigest(description.raw), "")
+        save = SaveRecord(xxh3_128_hexdigest(description.raw), "", rank)
         writer = WriterRecord("torch.distributed.checkpoint", "torch", "", max(ranks, default=0) + 1)
         super().__init__(columns, _file_columns(description.files, sizes), save, writer)
 

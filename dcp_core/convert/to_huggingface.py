@@ -32,6 +32,7 @@ from dcp_core.execution.filesystem import local_path
 from dcp_core.execution.interfaces import CheckpointId, StorageReader
 from dcp_core.formats.cuts import Cut
 from dcp_core.formats.key_map import KeyMap
+from dcp_core.storage.base import Storage
 from dcp_core.storage.local import LocalStorage
 
 _LOG = logging.getLogger("dcp.convert")
@@ -104,12 +105,17 @@ class HuggingFaceConversion:
         ]  # fmt: skip
 
     def run(
-        self, dst: CheckpointId, *, overwrite: bool = False, durable: bool = True, progress: bool | None = None
+        self,
+        dst: CheckpointId | Storage,
+        *,
+        overwrite: bool = False,
+        durable: bool = True,
+        progress: bool | None = None,
     ) -> ConversionReport:
         """Write the directory.
 
         Args:
-            dst: The directory.
+            dst: The directory, or a storage of it.
             overwrite: Whether weights that are there may be replaced.
             durable: Whether data reaches the disk before this returns.
             progress: Whether to show a bar; None: where a person watches.
@@ -117,7 +123,7 @@ class HuggingFaceConversion:
         Raises:
             DcpError: Nothing of the new files is left then.
         """
-        storage = LocalStorage(local_path(dst))
+        storage = dst if isinstance(dst, Storage) else LocalStorage(local_path(dst))
         refuse_overwriting(storage, existing_weights(storage), overwrite)
         with (
             progress_bar("convert", self.plan.nbytes, progress) as advance,
