@@ -25,7 +25,7 @@ def load_value(source: bytes | str, name: str, *, mapped: bool = False) -> Any:
     Args:
         source: The bytes, or the path of a file.
         name: What to call it in errors.
-        mapped: Map the file instead of reading it: tensors are read when they are used.
+        mapped: Map the file instead of reading it, where its kind allows: tensors are read when they are used.
 
     Raises:
         UntrustedObjectError: It needs a class or function that nobody allowed.
@@ -34,7 +34,7 @@ def load_value(source: bytes | str, name: str, *, mapped: bool = False) -> Any:
     file: Any = io.BytesIO(source) if isinstance(source, bytes) else source
     try:
         with torch.serialization.safe_globals(_numpy_globals()):
-            return torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
+            return torch.load(file, map_location="cpu", weights_only=True, mmap=mapped and _is_archive(source))
     except pickle.UnpicklingError as error:
         found = _GLOBAL.search(str(error))
         if found is None:
@@ -47,6 +47,14 @@ def load_value(source: bytes | str, name: str, *, mapped: bool = False) -> Any:
         raise
     except Exception as error:  # what is damaged may end in almost any error
         raise CorruptError(f"{name} is damaged: {type(error).__name__}: {error}") from error
+
+
+def _is_archive(source: bytes | str) -> bool:
+    """Whether a file is of the kind that torch writes since 1.6, which can be mapped."""
+    if isinstance(source, bytes):
+        return False
+    with open(source, "rb") as file:
+        return file.read(4) == b"PK\x03\x04"
 
 
 def _numpy_globals() -> list[Any]:
