@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
@@ -38,6 +39,8 @@ from dcp_core.planning.tiling import check_tiling
 from dcp_core.storage.base import Storage, check_name
 
 __all__ = ["HuggingFaceReader", "Joined", "Narrowed", "Selected", "Stacked"]
+
+_HEADERS_AT_ONCE = 8
 
 
 class HuggingFaceReader(FileSystemReader):
@@ -158,7 +161,7 @@ def _read_headers(storage: Storage, chosen: str | None) -> tuple[SafetensorsFile
     if isinstance(choice, str) and not choice.endswith(INDEX_SUFFIX):
         choice = (choice,)
     if not isinstance(choice, str):
-        files = tuple(_read_header(storage, name, None) for name in choice)
+        files = _read_all_headers(storage, dict.fromkeys(choice))
         check_duplicates(files)
         return files
     weight_map = parse_index(_read_index(storage, choice), f"{choice} in {where}")
@@ -166,7 +169,13 @@ def _read_headers(storage: Storage, chosen: str | None) -> tuple[SafetensorsFile
     wanted: dict[str, set[str]] = {}
     for key, name in weight_map.items():
         wanted.setdefault(check_name(name, CorruptError), set()).add(key)
-    return tuple(_read_header(storage, name, wanted[name]) for name in sorted(wanted))
+    return _read_all_headers(storage, {name: wanted[name] for name in sorted(wanted)})
+
+
+def _read_all_headers(storage: Storage, wanted: Mapping[str, Collection[str] | None]) -> tuple[SafetensorsFile, ...]:
+    """Read headers, several at a time: each takes little but waiting where files are far away."""
+    with ThreadPoolExecutor(min(_HEADERS_AT_ONCE, max(len(wanted), 1))) as pool:
+        return tuple(pool.map(lambda name: _read_header(storage, name, wanted[name]), wanted))
 
 
 def _read_index(storage: Storage, name: str) -> bytes:

@@ -279,6 +279,7 @@ def test_shards_of_two_types_are_refused(tmp_path: Path) -> None:
         '{"w": {"saved_offsets": [0, -1]}}',
         '{"w": {"saved_offsets": [0, 4611686018427387904]}}',
         '{"w": {"saved_offsets": [0, 1.0]}}',
+        '{"w": {"saved_offsets": [4611686018427387901, 4611686018427387901]}}',
         '{"w": {}}',
         '{"w": 3}',
         "[" * 100_000,
@@ -286,8 +287,14 @@ def test_shards_of_two_types_are_refused(tmp_path: Path) -> None:
 )
 def test_notes_of_shards_that_make_no_sense_are_refused(tmp_path: Path, note: str) -> None:
     write_file(tmp_path / "a.safetensors", {"w": numbered(2, 2)}, {"DCP_SHARDING_INFO": note})
-    with pytest.raises(CorruptError, match=r"a\.safetensors.*DCP_SHARDING_INFO"):
+    with pytest.raises(CorruptError, match=r"a\.safetensors.*DCP_SHARDING_INFO|is too large"):
         load({"w": np.zeros((2, 2), np.float32)}, tmp_path)
+
+
+def test_a_shard_that_claims_to_lie_far_away_is_a_gap(tmp_path: Path) -> None:
+    write_saved_shard(tmp_path / "a.safetensors", {"w": ((1 << 58,), numbered(2))})
+    with pytest.raises(IncompleteError, match="'w' at offsets"):
+        load({"w": np.zeros(2, np.float32)}, tmp_path)
 
 
 # -- what is broken ------------------------------------------------------------------------------------------------
@@ -418,6 +425,13 @@ def test_names_and_dimensions_that_would_blow_up_columns_are_refused(tmp_path: P
     (tmp_path / MODEL).write_bytes(file_bytes({**more, **tensors}, bytes(count + 1)))
     with pytest.raises(CorruptError, match="cannot be true: 270001 tensors"):
         load(load_it, tmp_path)
+
+
+@pytest.mark.parametrize("make", [os.mkdir, os.mkfifo])
+def test_what_is_no_file_is_refused_without_waiting(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    make(tmp_path / MODEL)
+    with pytest.raises(CorruptError, match="no regular file"):
+        load({"w": np.zeros(2, np.float32)}, tmp_path)
 
 
 def test_a_tensor_in_two_files_without_an_index_names_both(tmp_path: Path) -> None:

@@ -87,6 +87,14 @@ def test_a_quick_run_loads_under_another_layout_and_names_who_takes_no_part(tmp_
     assert small["left_out"] == {"ours-replan": "loads as ours does"}
 
 
+def test_a_quick_run_loads_open_weights_on_four_ranks(tmp_path: Path) -> None:
+    found = run_quick(tmp_path, "--workloads", "open_weights", "--measures", "load", "--places", "disk")
+    [case] = found["cases"]
+    assert [row["contestant"] for row in case["timed"]] == ["ours-open", "torch-open"]
+    assert case["timed"][0]["moved"]["rchar"] >= case["needed_bytes"]
+    assert case["failure"] is None and case["left_out"] == {}
+
+
 def test_a_quick_run_measures_memory_and_the_variants_of_checksums(tmp_path: Path) -> None:
     names = ["ours", "plain-hashed", "ours-unverified", "ours-full"]
     asked = ["--workloads", "huge", "checksums", "--places", "memory", "--measures", "memory", "load"]
