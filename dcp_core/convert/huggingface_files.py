@@ -192,7 +192,7 @@ def _write_file(storage: Storage, name: str, tensors: Sequence[FileTensor], *, d
 
 
 def _write_data(handle: WriteHandle, start: int, tensors: Sequence[FileTensor], *, durable: bool) -> None:
-    stream = FileStream(handle, start, _go_on, durable=durable)
+    stream = FileStream(handle, start, _go_on, durable=durable, has_checksums=False)
     try:
         for tensor in tensors:
             if tensor.nbytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -78,11 +79,10 @@ def _train(rank: TorchRank, source: Path, target: Path, kind: str, tied: bool) -
 def test_open_weights_are_converted_trained_on_four_ranks_and_published(
     tmp_path: Path, kind: str, tied: bool, size: str
 ) -> None:
-    import transformers
-
+    transformers = import_module("transformers")  # has no types to check against
     model = make_model(kind, tied, seed=1)
     model.save_pretrained(tmp_path / "open", max_shard_size=size)
-    cuts = {**cuts_of(model), **({"lm_head.weight": "model.embed_tokens.weight"} if tied else {})}
+    cuts: dict[str, Cut] = {**cuts_of(model), **({"lm_head.weight": "model.embed_tokens.weight"} if tied else {})}
     parts = set(cuts_back(model))
     convert_full_checkpoint_to_dcp(
         tmp_path / "open",
@@ -124,8 +124,7 @@ def _index(path: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("kind", "tied"), MODELS)
 def test_a_full_state_is_published_and_loaded_by_transformers(tmp_path: Path, kind: str, tied: bool) -> None:
-    import transformers
-
+    transformers = import_module("transformers")  # has no types to check against
     model = make_model(kind, tied, seed=5)
     save_state_dict_as_huggingface_format(tmp_path / "hf", model.state_dict(), "20KB", durable=False)
     model.config.save_pretrained(tmp_path / "hf")
