@@ -58,8 +58,10 @@ if TYPE_CHECKING:
     from dcp_core.planning.standard_load import StandardLoadPlanner
     from dcp_core.planning.standard_save import StandardSavePlanner
     from dcp_core.state_path import PerRank
+    from dcp_torch import offline_transform
     from dcp_torch.annotate import ChunkInfo, annotate_shard
     from dcp_torch.api import async_save, load, save
+    from dcp_torch.torch_dcp import TorchDCPReader
 
 __all__ = [
     "AdapterError",
@@ -110,6 +112,7 @@ __all__ = [
     "StorageReader",
     "StorageWriter",
     "TensorStorageMetadata",
+    "TorchDCPReader",
     "UnsupportedValueError",
     "UntrustedObjectError",
     "WriteItem",
@@ -119,6 +122,7 @@ __all__ = [
     "async_save",
     "clear_plan_cache",
     "load",
+    "offline_transform",
     "read",
     "save",
     "wait_all",
@@ -204,6 +208,7 @@ _HOMES = {
         "load",
         "save",
     ),
+    "dcp_torch.torch_dcp": ("TorchDCPReader",),
 }
 
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
@@ -211,6 +216,8 @@ _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 def __getattr__(name: str) -> Any:
     """Import a public name when it is first used: plugin discovery imports this package, and torch is heavy."""
+    if name == "offline_transform":
+        return importlib.import_module(f"{__name__}.{name}")
     home = _HOME_OF.get(name)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
