@@ -16,7 +16,7 @@ from dcp_core.convert import offline
 from dcp_core.convert.shard_sizes import MAX_SHARD_SIZE
 from dcp_core.convert.to_huggingface import ConversionReport, HuggingFaceConversion
 from dcp_core.dtype import DType
-from dcp_core.errors import ArgumentError, CorruptError
+from dcp_core.errors import ArgumentError, CorruptError, UnsupportedValueError
 from dcp_core.execution.filesystem import FileSystemReader
 from dcp_core.execution.interfaces import CheckpointId, StorageReader
 from dcp_core.formats.cuts import Cut
@@ -45,7 +45,12 @@ class _MindSpore:
     def tensor_of_bits(self, bits: npt.NDArray[Any], dtype: DType) -> Any:
         mindspore = importlib.import_module("mindspore")
         tensor = mindspore.Tensor.from_numpy(bits)
-        return tensor if dtype.numpy is not None else tensor.view(getattr(mindspore, dtype.name))
+        if dtype.numpy is not None:
+            return tensor
+        kind = getattr(mindspore, dtype.name, None)
+        if kind is None:
+            raise UnsupportedValueError(f"MindSpore {mindspore.__version__} has no dtype {dtype.name}")
+        return tensor.view(kind)
 
     def load_full(self, path: str) -> Mapping[Any, Any]:
         try:

@@ -21,16 +21,20 @@ from dcp_core.dtype import DType
 from dcp_core.errors import CorruptError, IncompleteError, NotFoundError
 from dcp_core.execution.data_files import TensorFiles
 from dcp_core.execution.filesystem import FileSystemReader
-from dcp_core.execution.interfaces import ReadTarget
+from dcp_core.execution.interfaces import CheckpointId, ReadContext, ReadTarget
 from dcp_core.execution.read_engine import read_tensors
 from dcp_core.formats.objects import encode_value
 from dcp_core.metadata import Int64, Metadata, SaveRecord, StoredObject
 from dcp_core.planning.read_spans import ReadSpan, ReadSpans
 from dcp_core.planning.span_columns import PlannedRegion, columns_of
+from dcp_core.storage.base import Storage
 from dcp_torch.elements import tensor_of_bits
 from dcp_torch.torch_dcp_entries import EntryTensor, check_expected, find_tensor
 from dcp_torch.torch_dcp_metadata import TorchSource, describe
 from dcp_torch.torch_values import load_value
+
+_Place = tuple[int, int]
+"""Row of a file, and where an entry starts in it."""
 
 METADATA_NAME = ".metadata"
 _PICKLE_MARK = b"\x80"
@@ -43,8 +47,24 @@ class TorchDCPReader(FileSystemReader):
     them are read; sizes, types and places are checked.
 
     Args:
-        path: The checkpoint's directory, or a `file://` URL of it.
+        path: The checkpoint's directory, or a `file://` URL of it; `checkpoint_id` of a load replaces it.
+        storage: A storage to use instead of `path`.
     """
+
+    def __init__(self, path: CheckpointId | None = None, *, storage: Storage | None = None) -> None:
+        super().__init__(path, storage=storage)
+        self._entries: dict[_Place, EntryTensor] = {}
+        self._odd: tuple[_Place, npt.NDArray[np.uint8]] | None = None
+
+    def initialize_reader(self, checkpoint_id: CheckpointId | None = None) -> None:
+        """Point the reader at a directory; None keeps the one that it was made with."""
+        super().initialize_reader(checkpoint_id)
+        self._entries, self._odd = {}, None
+
+    def configure_reader(self, metadata: Metadata, context: ReadContext) -> None:
+        """Learn which load comes next."""
+        super().configure_reader(metadata, context)
+        self._entries, self._odd = {}, None
 
     def load_metadata(self, rank: int | None = None, header_digest: bytes | None = None) -> Metadata:
         """Read `.metadata`, or `__{rank}.metadata` of a rank that saved alone."""
@@ -104,27 +124,61 @@ class TorchDCPReader(FileSystemReader):
         """Find out where elements start, then read as ever; what does not lie in row-major order is read by itself."""
         if not len(spans):
             return
+        bases = columns_of(spans).byte_offset
         with self._reading() as source, self._tensor_files(source, verify=False) as files:
             assert isinstance(source, TorchSource)
-            entries, which = _entries_of(files, source, spans)
+            entries, which = self._find_entries(files, source, spans)
             is_plain = np.array([entry.ref.is_plain for entry in entries])[which]
-            starts = np.array([entry.start for entry in entries], np.int64)[which] + columns_of(spans).byte_offset
+            starts = np.array([entry.start for entry in entries], np.int64)[which] + bases
             placed = _with_places(spans, starts)
-            odd = np.flatnonzero(~is_plain)
-            if not len(odd):
-                read_tensors(files, self._context, placed, planner, progress)
-                return
-            bases = columns_of(spans).byte_offset
+            odd, rest = np.flatnonzero(~is_plain), np.flatnonzero(is_plain)
             for row in odd.tolist():
-                _read_odd(files, spans[row], int(bases[row]), entries[which[row]], planner)
-            rest = np.flatnonzero(is_plain)
-            read_tensors(
-                files,
-                self._context,
-                [placed[row] for row in rest.tolist()],
-                planner,
-                _mapped(progress, rest, len(spans)),
-            )
+                self._read_odd(files, spans[row], int(bases[row]), entries[which[row]], planner)
+            if len(odd):
+                placed, progress = [placed[row] for row in rest.tolist()], _mapped(progress, rest, len(spans))
+            read_tensors(files, self._context, placed, planner, progress)
+
+    def _find_entries(
+        self, files: TensorFiles, source: TorchSource, spans: Sequence[PlannedRegion]
+    ) -> tuple[list[EntryTensor], npt.NDArray[np.intp]]:
+        """The tensor of each entry that regions lie in, and which entry is whose."""
+        columns = columns_of(spans)
+        files.check_sizes(np.unique(columns.file).tolist())
+        keys = np.stack([columns.file, columns.byte_offset], axis=1)
+        _, first, which = np.unique(keys, axis=0, return_index=True, return_inverse=True)
+        places: list[_Place] = list(map(tuple, keys[first].tolist()))
+        missing = [number for number, place in enumerate(places) if place not in self._entries]
+        lengths = source.entry_nbytes(*(keys[first[missing]].T)) if missing else np.empty(0, np.int64)
+        for number, nbytes in zip(missing, lengths.tolist(), strict=True):
+            self._entries[places[number]] = _open_entry(files, places[number], nbytes, spans[int(first[number])])
+        for place, row in zip(places, first.tolist(), strict=True):
+            span = spans[row]
+            check_expected(self._entries[place], span.dtype, tuple(span.chunk_sizes), _name_of(files, span))
+        return [self._entries[place] for place in places], which.reshape(-1)
+
+    def _read_odd(
+        self, files: TensorFiles, span: PlannedRegion, base: int, entry: EntryTensor, planner: ReadTarget
+    ) -> None:
+        """Read a region of a tensor in another order (channels last, transposed), or conjugated or negated.
+
+        The bytes of the tensor are kept until another such tensor is read, as its other regions may follow.
+        """
+        place = (span.file, base)
+        if self._odd is None or self._odd[0] != place:
+            self._odd = None
+            memory = np.empty(entry.storage_nbytes, np.uint8)
+            files.get(span.file).read(base + entry.storage_start, [memory.data])
+            self._odd = place, memory
+        ref, item = entry.ref, span.item
+        part = _elements(self._odd[1], entry)[slices(Box(item.storage_offsets, item.lengths))]
+        bits = np.ascontiguousarray(part).reshape(item.lengths)
+        if ref.is_conjugated or ref.is_negated:
+            bits = _resolved(bits, ref.is_conjugated, ref.is_negated, span.dtype)
+        view = planner.acquire_tensor(item)
+        planner.access(item).copy_into(view, bits, span.dtype)
+        planner.apply_tensor(item, view)
+        if item.lengths == tuple(span.chunk_sizes):
+            self._odd = None
 
 
 def is_torch_dcp(prefix: bytes) -> bool:
@@ -142,38 +196,21 @@ def _source_of(metadata: Metadata) -> TorchSource:
     return source
 
 
-def _entries_of(
-    files: TensorFiles, source: TorchSource, spans: Sequence[PlannedRegion]
-) -> tuple[list[EntryTensor], npt.NDArray[np.intp]]:
-    """The tensor of each entry that regions lie in, and which entry is whose."""
-    columns = columns_of(spans)
-    files.check_sizes(np.unique(columns.file).tolist())
-    keys = np.stack([columns.file, columns.byte_offset], axis=1)
-    _, first, which = np.unique(keys, axis=0, return_index=True, return_inverse=True)
-    rows, offsets = columns.file[first], columns.byte_offset[first]
-    lengths = source.entry_nbytes(rows, offsets)
-    entries = []
-    for position, row, offset, nbytes in zip(
-        first.tolist(), rows.tolist(), offsets.tolist(), lengths.tolist(), strict=True
-    ):
-        entries.append(_entry(files, row, offset, nbytes, spans[position]))
-    return entries, which.reshape(-1)
-
-
-def _entry(files: TensorFiles, row: int, offset: int, nbytes: int, span: PlannedRegion) -> EntryTensor:
-    file = files.get(row)
-    name = f"{span.item.storage_index.fqn!r} in {file.facts.name}"
+def _open_entry(files: TensorFiles, place: _Place, nbytes: int, span: PlannedRegion) -> EntryTensor:
+    file, (row, offset), name = files.get(place[0]), place, _name_of(files, span)
     if nbytes < 0:
-        raise CorruptError(f"{name}: the metadata has no entry at byte {offset}")
+        raise CorruptError(f"{name}: the metadata has no entry at byte {offset} of file {row}")
 
     def read(start: int, count: int) -> bytes:
         target = bytearray(count)
         file.read(offset + start, [memoryview(target)])
         return bytes(target)
 
-    found = find_tensor(read, nbytes, name)
-    check_expected(found, span.dtype, tuple(span.chunk_sizes), name)
-    return found
+    return find_tensor(read, nbytes, name)
+
+
+def _name_of(files: TensorFiles, span: PlannedRegion) -> str:
+    return f"{span.item.storage_index.fqn!r} in {files.facts(span.file).name}"
 
 
 def _with_places(spans: Sequence[PlannedRegion], byte_offset: Int64) -> Sequence[PlannedRegion]:
@@ -183,20 +220,6 @@ def _with_places(spans: Sequence[PlannedRegion], byte_offset: Int64) -> Sequence
         ReadSpan(span.item, span.file, start, span.chunk_sizes, span.dtype, span.target_dtype)
         for span, start in zip(spans, byte_offset.tolist(), strict=True)
     ]
-
-
-def _read_odd(files: TensorFiles, span: PlannedRegion, base: int, entry: EntryTensor, planner: ReadTarget) -> None:
-    """Read a region of a tensor that lies in another order (channels last, transposed), or conjugated or negated."""
-    ref, dtype = entry.ref, span.dtype
-    memory = np.empty(entry.storage_nbytes, np.uint8)
-    files.get(span.file).read(base + entry.storage_start, [memory.data])
-    whole = _elements(memory, entry)
-    part = whole[slices(Box(span.item.storage_offsets, span.item.lengths))]
-    if ref.is_conjugated or ref.is_negated:
-        part = _resolved(part, ref.is_conjugated, ref.is_negated, dtype)
-    view = planner.acquire_tensor(span.item)
-    planner.access(span.item).copy_into(view, np.ascontiguousarray(part).reshape(span.item.lengths), dtype)
-    planner.apply_tensor(span.item, view)
 
 
 def _elements(memory: npt.NDArray[np.uint8], entry: EntryTensor) -> npt.NDArray[Any]:
@@ -209,7 +232,7 @@ def _elements(memory: npt.NDArray[np.uint8], entry: EntryTensor) -> npt.NDArray[
 
 def _resolved(bits: npt.NDArray[Any], is_conjugated: bool, is_negated: bool, dtype: DType) -> npt.NDArray[Any]:
     """The values of raw bits that are conjugated or negated."""
-    tensor = tensor_of_bits(np.ascontiguousarray(bits), dtype)
+    tensor = tensor_of_bits(bits, dtype)
     tensor = tensor.conj() if is_conjugated else tensor
     tensor = tensor.neg() if is_negated else tensor
     values: npt.NDArray[Any] = tensor.resolve_conj().numpy()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import prod
 from typing import Any
 
@@ -120,15 +121,21 @@ class TorchSource(ColumnsSource):
 
     def entry_nbytes(self, file: Int64, byte_offset: Int64) -> Int64:
         """Length of the entries that start at these places. All of shape (N,); -1 where there is none."""
+        starts, lengths = self._entries
+        if not len(starts):
+            return np.full(len(file), -1, np.int64)
+        wanted = np.rec.fromarrays([file, byte_offset])
+        at = np.minimum(np.searchsorted(starts, wanted), len(starts) - 1)
+        found: Int64 = np.where(starts[at] == wanted, lengths[at], -1)
+        return found
+
+    @cached_property
+    def _entries(self) -> tuple[Any, Int64]:
+        """(file, start) of all entries that hold tensors, ascending, and their lengths."""
         chunks = self.columns.chunks
         order = np.lexsort((chunks.byte_offset, chunks.file))
-        keys = np.rec.fromarrays([chunks.file[order].astype(np.int64), chunks.byte_offset[order]])
-        wanted = np.rec.fromarrays([file, byte_offset])
-        at = np.minimum(np.searchsorted(keys, wanted), max(len(keys) - 1, 0))
-        if not len(keys):
-            return np.full(len(file), -1, np.int64)
-        found: Int64 = np.where(keys[at] == wanted, self._entry_nbytes[order][at], -1)
-        return found
+        starts = np.rec.fromarrays([chunks.file[order].astype(np.int64), chunks.byte_offset[order]])
+        return starts, self._entry_nbytes[order]
 
 
 def describe(raw: bytes, name: str) -> Description:
