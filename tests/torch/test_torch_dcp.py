@@ -20,6 +20,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import dcp_torch as dcp
+from dcp_core.convert.to_dcp import convert_to_dcp
 from dcp_core.storage.local import LocalStorage
 from dcp_core.storage.operations import FileOperations
 from dcp_torch.offline_transform import convert_torch_dcp_to_dcp, dcp_to_full_state_dict
@@ -270,3 +271,12 @@ def test_a_load_from_its_own_name_and_from_checkpoint_id(tmp_path: Path) -> None
         target = {"w": torch.zeros(3)}
         dcp.load(target, storage_reader=reader, **options)  # type: ignore[arg-type]  # a path
         assert torch.equal(target["w"], torch.ones(3))
+
+
+def test_a_large_tensor_in_another_order_is_read_once_when_it_is_converted(tmp_path: Path) -> None:
+    state = {"t": torch.arange(float(6 << 20)).reshape(2048, 3072).t(), "w": torch.ones(1 << 20)}
+    save_quietly(state, tmp_path / "a")
+    operations = CountingOperations()
+    convert_to_dcp(TorchDCPReader(storage=LocalStorage(tmp_path / "a", operations)), tmp_path / "b", durable=False)
+    assert operations.nbytes < 1.05 * (28 << 20)
+    assert_same(dcp_to_full_state_dict(tmp_path / "b"), state)
