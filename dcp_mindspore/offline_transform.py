@@ -107,14 +107,15 @@ def convert_full_checkpoint_to_dcp(
 
 
 def full_state_dict_to_dcp_format(
-    state_dict: Mapping[Any, Any], dst: CheckpointId, *, durable: bool = True
-) -> Metadata:  # fmt: skip
+    state_dict: Mapping[Any, Any], dst: CheckpointId, *, durable: bool = True, progress: bool | None = None
+) -> Metadata:
     """Save a full state by this process alone, whatever job it belongs to.
 
     Args:
         state_dict: A state with whole tensors.
         dst: The directory of the new checkpoint.
         durable: Whether data reaches the disk before this returns.
+        progress: Whether to show a bar; None: where a person watches.
 
     Returns:
         The description of the new checkpoint.
@@ -122,7 +123,7 @@ def full_state_dict_to_dcp_format(
     Raises:
         DcpError: What is at `dst` is as it was.
     """
-    return offline.full_state_dict_to_dcp_format(_MINDSPORE, state_dict, dst, durable=durable)
+    return offline.full_state_dict_to_dcp_format(_MINDSPORE, state_dict, dst, durable=durable, progress=progress)
 
 
 def dcp_to_full_state_dict(src: CheckpointId | StorageReader, *, progress: bool | None = None) -> Any:
@@ -167,6 +168,7 @@ def save_state_dict_as_huggingface_format(
     *,
     overwrite: bool = True,
     durable: bool = True,
+    progress: bool | None = None,
 ) -> ConversionReport:
     """Write a full state as a Hugging Face directory.
 
@@ -177,6 +179,7 @@ def save_state_dict_as_huggingface_format(
             file of its own.
         overwrite: False: refuse to replace weights that are there.
         durable: Whether data reaches the disk before this returns.
+        progress: Whether to show a bar; None: where a person watches.
 
     Returns:
         The files, and what was left out: values that are no tensors, and further names of tied tensors.
@@ -186,7 +189,7 @@ def save_state_dict_as_huggingface_format(
         DcpError: Nothing of the new files is left then.
     """
     return offline.save_state_dict_as_huggingface_format(
-        _MINDSPORE, dir, state_dict, max_shard_size, overwrite=overwrite, durable=durable
+        _MINDSPORE, dir, state_dict, max_shard_size, overwrite=overwrite, durable=durable, progress=progress
     )
 
 

@@ -121,14 +121,15 @@ def convert_torch_dcp_to_dcp(
 
 
 def full_state_dict_to_dcp_format(
-    state_dict: Mapping[Any, Any], dst: CheckpointId, *, durable: bool = True
-) -> Metadata:  # fmt: skip
+    state_dict: Mapping[Any, Any], dst: CheckpointId, *, durable: bool = True, progress: bool | None = None
+) -> Metadata:
     """Save a full state by this process alone, whatever job it belongs to.
 
     Args:
         state_dict: A state as `dcp_torch.save` takes it, with whole tensors.
         dst: The directory of the new checkpoint.
         durable: Whether data reaches the disk before this returns.
+        progress: Whether to show a bar; None: where a person watches.
 
     Returns:
         The description of the new checkpoint.
@@ -137,7 +138,7 @@ def full_state_dict_to_dcp_format(
         CoverageError: A tensor is sharded.
         DcpError: What is at `dst` is as it was.
     """
-    return offline.full_state_dict_to_dcp_format(_TORCH, state_dict, dst, durable=durable)
+    return offline.full_state_dict_to_dcp_format(_TORCH, state_dict, dst, durable=durable, progress=progress)
 
 
 def dcp_to_full_state_dict(src: CheckpointId | StorageReader, *, progress: bool | None = None) -> Any:
@@ -182,6 +183,7 @@ def save_state_dict_as_huggingface_format(
     *,
     overwrite: bool = True,
     durable: bool = True,
+    progress: bool | None = None,
 ) -> ConversionReport:
     """Write a full state as a Hugging Face directory, as `save_pretrained` lays one out.
 
@@ -192,6 +194,7 @@ def save_state_dict_as_huggingface_format(
             file of its own.
         overwrite: False: refuse to replace weights that are there.
         durable: Whether data reaches the disk before this returns.
+        progress: Whether to show a bar; None: where a person watches.
 
     Returns:
         The files, and what was left out: values that are no tensors, and further names of tied tensors.
@@ -201,7 +204,7 @@ def save_state_dict_as_huggingface_format(
         DcpError: Nothing of the new files is left then.
     """
     return offline.save_state_dict_as_huggingface_format(
-        _TORCH, dir, state_dict, max_shard_size, overwrite=overwrite, durable=durable
+        _TORCH, dir, state_dict, max_shard_size, overwrite=overwrite, durable=durable, progress=progress
     )
 
 

@@ -61,4 +61,9 @@ def _numpy_globals() -> list[Any]:
     """What pickles of numpy's numbers and arrays name; none of it does more than make one."""
     array, scalar = np.zeros(0).__reduce__(), np.float64(0).__reduce__()
     kinds = {type(np.dtype(code)) for code in np.typecodes["All"] if code not in "OV"}
-    return [array[0], scalar[0], (scalar[0], "numpy.core.multiarray.scalar"), np.ndarray, np.dtype, *kinds]
+    spelled = [  # numpy 1 and 2 write other names for the same functions
+        (function, f"numpy.{core}.multiarray.{name}")
+        for core in ("core", "_core")
+        for function, name in ((array[0], "_reconstruct"), (scalar[0], "scalar"))
+    ]
+    return [*spelled, np.ndarray, np.dtype, *kinds]

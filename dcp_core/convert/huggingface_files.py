@@ -16,12 +16,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
 
-from dcp_core.dtype import DType
-from dcp_core.errors import ArgumentError, DcpError, NotFoundError
+from dcp_core.dtype import DType, Kind
+from dcp_core.errors import ArgumentError, DcpError, NotFoundError, PlanningError, UnsupportedValueError
 from dcp_core.execution.planner_answers import Bits
 from dcp_core.execution.write_runs import Run
 from dcp_core.execution.write_stream import FileStream
-from dcp_core.formats.header_entries import HeaderColumns, HeaderEntry, check_entries, spell_entries
+from dcp_core.formats.safetensors_file import MAX_HEADER_BYTES
 from dcp_core.planning.leaves import DeviceBits, DeviceTransfers
 from dcp_core.storage.base import Storage, WriteHandle
 
@@ -32,7 +32,8 @@ STALE_SECONDS = 3600.0
 
 _WEIGHTS = re.compile(r"model(?:-\d{5,}-of-\d{5,})?\.safetensors")
 _TEMPORARY = re.compile(r"\.model.*\.[0-9a-f]{16}\.tmp")
-_HEADER = b'{"__metadata__":{"format":"pt"}'
+_HEADER = '{"__metadata__":{"format":"pt"}'
+_PAIRS_OF_F4 = "float4_e2m1fn_x2"
 _ALIGNMENT = 8
 
 
@@ -100,18 +101,19 @@ def write_directory(
         ArgumentError: There are weights, and `overwrite` is False.
         DcpError: Nothing of the new files is left then.
     """
+    named = list(zip(shard_names(len(files)), map(_aligned, files), strict=True))
+    headers = [_header(tensors) for _, tensors in named]
     storage.prepare()
     old = existing_weights(storage)
     refuse_overwriting(storage, old, overwrite)
     _sweep(storage)
-    named = list(zip(shard_names(len(files)), files, strict=True))
     mark = secrets.token_hex(8)
     written: dict[str, str] = {}
     try:
         storage.check_space(sum(tensor.nbytes for tensors in files for tensor in tensors))
-        for name, tensors in named:
+        for (name, tensors), header in zip(named, headers, strict=True):
             written[name] = f".{name}.{mark}.tmp"
-            _write_file(storage, written[name], tensors, durable=durable)
+            _write_file(storage, written[name], header, tensors, durable=durable)
         if len(named) > 1:
             written[INDEX_NAME] = f".{INDEX_NAME}.{mark}.tmp"
             storage.write_file(written[INDEX_NAME], index_text(named).encode(), durable=durable)
@@ -180,13 +182,17 @@ def _publish(storage: Storage, written: dict[str, str], old: Sequence[str], *, d
             storage.remove(name)
 
 
-def _write_file(storage: Storage, name: str, tensors: Sequence[FileTensor], *, durable: bool) -> None:
-    ordered = sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)  # as safetensors does: everything is aligned
-    header = _header(ordered)
-    handle = storage.create(name, len(header) + sum(tensor.nbytes for tensor in ordered))
-    with handle:
+def _aligned(tensors: Sequence[FileTensor]) -> list[FileTensor]:
+    """The tensors of a file, larger elements first, as safetensors has them: then all are aligned."""
+    return sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)
+
+
+def _write_file(
+    storage: Storage, name: str, header: bytes, tensors: Sequence[FileTensor], *, durable: bool
+) -> None:  # fmt: skip
+    with storage.create(name, len(header) + sum(tensor.nbytes for tensor in tensors)) as handle:
         handle.write(0, [header])
-        _write_data(handle, len(header), ordered, durable=durable)
+        _write_data(handle, len(header), tensors, durable=durable)
         if durable:
             handle.sync()
 
@@ -209,32 +215,56 @@ def _go_on() -> None:
 
 
 def _header(tensors: Sequence[FileTensor]) -> bytes:
-    entries, start = [], 0
+    start, entries = 0, []
     for tensor in tensors:
-        entries.append(HeaderEntry(tensor.name, tensor.dtype, tensor.shape, start, tensor.nbytes))
+        file_dtype, shape = file_type(tensor.name, tensor.dtype, tensor.shape)
+        entries.append(
+            f',{json.dumps(tensor.name, ensure_ascii=False)}:{{"dtype":"{file_dtype}",'
+            f'"shape":[{",".join(map(str, shape))}],"data_offsets":[{start},{start + tensor.nbytes}]}}'
+        )
         start += tensor.nbytes
-    columns = HeaderColumns.of_entries(entries)
-    check_entries(columns)
-    body = b"".join([_HEADER, "".join(spell_entries(columns)).encode(), b"}"])
+    try:
+        body = "".join([_HEADER, *entries, "}"]).encode()
+    except UnicodeEncodeError as error:
+        raise PlanningError(f"a name of a tensor is no valid Unicode text: {error}; rename it") from error
+    if len(body) > MAX_HEADER_BYTES:
+        raise PlanningError(
+            f"the header of one file would take {len(body)} bytes for {len(tensors)} tensors; safetensors allows "
+            f"{MAX_HEADER_BYTES}: pass a smaller max_shard_size"
+        )
     body += b" " * (-(8 + len(body)) % _ALIGNMENT)
     return struct.pack("<Q", len(body)) + body
 
 
-def check_header(tensors: Sequence[FileTensor]) -> None:
-    """See that a header can be written, before any file is.
+def file_type(name: str, dtype: DType, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
+    """How safetensors calls a type, and the shape that a tensor of it has there.
+
+    Args:
+        name: The tensor's, for the error.
+        dtype: Element type.
+        shape: Shape in elements. Two 4-bit floats are one element, and two there.
 
     Raises:
-        PlanningError: Names that no header can hold.
+        UnsupportedValueError: safetensors has no such type.
     """
-    _header(tensors)
+    if dtype.name == _PAIRS_OF_F4 and shape:
+        return "F4", (*shape[:-1], 2 * shape[-1])
+    if dtype.file_tail or dtype.kind is Kind.OPAQUE:
+        raise UnsupportedValueError(
+            f"{name!r} has the type {dtype.name}, which safetensors does not know; convert it before, or leave it out "
+            "with key_map"
+        )
+    return dtype.file_dtype, shape
 
 
 def check_names(names: Sequence[str]) -> None:
-    """Refuse names of which one would hide another.
+    """Refuse names of which one would hide another, and the one that the file format reserves.
 
     Raises:
-        ArgumentError: A name occurs twice.
+        ArgumentError: Such a name.
     """
+    if "__metadata__" in names:
+        raise ArgumentError("a tensor has the name '__metadata__', which safetensors reserves; rename it")
     if len(set(names)) < len(names):
         twice = next(name for number, name in enumerate(names) if name in names[:number])
         raise ArgumentError(f"two tensors have the name {twice!r}")

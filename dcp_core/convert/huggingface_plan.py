@@ -10,11 +10,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
+from dcp_core.convert.huggingface_files import check_names, file_type
 from dcp_core.convert.recut import recut
 from dcp_core.convert.shard_sizes import share_out
 from dcp_core.convert.stored_source import place_of
 from dcp_core.dtype import BY_NAME, DType, Kind, conversion
-from dcp_core.errors import ArgumentError, DTypeMismatchError, UnsupportedValueError
+from dcp_core.errors import ArgumentError, DTypeMismatchError
 from dcp_core.formats.cuts import Cut
 from dcp_core.formats.key_map import KeyMap, map_keys
 from dcp_core.metadata import StoredTensor
@@ -111,12 +112,10 @@ def plan_huggingface(
         some = sorted({stored.name.partition(".")[0] for stored in tensors})[:8]
         raise ArgumentError(f"no tensor's name begins with {start!r}; names here begin with {some}")
     made, used = recut(inside, cuts or {})
-    names = {new: old for new, old in map_keys(key_map, [name for name in inside if name not in used]).items() if new}
-    clash = sorted(made.keys() & names.keys())
-    if clash:
-        raise ArgumentError(f"cuts and key_map both give {clash[0]!r}; names must differ")
+    names = map_keys(key_map, [name for name in inside if name not in used])
     chosen = [_planned(new, inside[old], dtype) for new, old in names.items()]
     chosen += [_planned(new, stored, dtype) for new, stored in made.items()]
+    check_names([tensor.name for tensor in chosen])
     kept, tied = _without_ties(sorted(chosen, key=lambda tensor: natural_key(tensor.name)))
     skipped = [Skipped(name, "not a tensor") for name in objects]
     skipped += [Skipped(stored.name, f"not under {start!r}") for stored in tensors if not stored.name.startswith(start)]
@@ -150,25 +149,12 @@ def choose_tied(names: Sequence[str]) -> str:
     return names[0]
 
 
-def check_storable(name: str, dtype: DType) -> None:
-    """Refuse types that a directory for others cannot hold under their own name.
-
-    Raises:
-        UnsupportedValueError: Such a type.
-    """
-    if dtype.file_tail or dtype.kind is Kind.OPAQUE:
-        raise UnsupportedValueError(
-            f"{name!r} has the type {dtype.name}, which safetensors does not know; convert it before, or leave it out "
-            "with key_map"
-        )
-
-
 def _dtype_of(stored: StoredTensor, wanted: DType | None) -> DType:
     is_converted = wanted is not None and stored.dtype.kind is Kind.FLOAT
     dtype = wanted if wanted is not None and is_converted else stored.dtype
     if is_converted and conversion(stored.dtype, dtype) == "refused":
         raise DTypeMismatchError(f"{stored.name!r}: {stored.dtype.name} cannot be converted to {dtype.name}")
-    check_storable(stored.name, dtype)
+    file_type(stored.name, dtype, stored.shape)
     return dtype
 
 

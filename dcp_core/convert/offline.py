@@ -7,7 +7,10 @@ In: what a framework's package knows of its tensors. Out: checkpoints, directori
 from __future__ import annotations
 
 import os
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from types import TracebackType
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -17,10 +20,10 @@ from dcp_core import api
 from dcp_core.adapter import Adapter, AdapterSet
 from dcp_core.arrays import NumpyAdapter
 from dcp_core.box import Box
-from dcp_core.convert.huggingface_files import FileTensor, check_header, check_names, write_directory
-from dcp_core.convert.huggingface_plan import Skipped, check_storable, choose_tied
+from dcp_core.convert.huggingface_files import FileTensor, check_names, file_type, write_directory
+from dcp_core.convert.huggingface_plan import Skipped, choose_tied
 from dcp_core.convert.lazy_tensors import AloneAdapter
-from dcp_core.convert.progress import progress_bar
+from dcp_core.convert.progress import Advance, progress_bar
 from dcp_core.convert.shard_sizes import MAX_SHARD_SIZE, parse_shard_size, share_out
 from dcp_core.convert.stored_source import PieceRequest, StoredSource, place_of
 from dcp_core.convert.to_dcp import containers_of, convert_to_dcp, stored_nbytes
@@ -37,6 +40,7 @@ from dcp_core.formats.objects import decode_value
 from dcp_core.metadata import Metadata, StoredTensor
 from dcp_core.planning.leaves import DeviceBits, LocalTensor
 from dcp_core.planning.standard_save import StandardSavePlanner
+from dcp_core.planning.write_columns import PlannedChunk
 from dcp_core.plugins import activate_codecs
 from dcp_core.state_nest import rebuild
 from dcp_core.state_path import StatePath
@@ -84,20 +88,52 @@ def convert_full_checkpoint_to_dcp(
         return convert_to_dcp(reader, dst, durable=durable, progress=progress)
     if key_map is not None or cuts is not None:
         raise ArgumentError("key_map and cuts are for safetensors; change the names of a torch state in memory")
-    return full_state_dict_to_dcp_format(framework, framework.load_full(path), dst, durable=durable)
+    return full_state_dict_to_dcp_format(framework, framework.load_full(path), dst, durable=durable, progress=progress)
 
 
 def full_state_dict_to_dcp_format(
-    framework: OfflineFramework, state_dict: Mapping[Any, Any], dst: CheckpointId, *, durable: bool = True
+    framework: OfflineFramework,
+    state_dict: Mapping[Any, Any],
+    dst: CheckpointId,
+    *,
+    durable: bool = True,
+    progress: bool | None = None,
 ) -> Metadata:
     """Save a full state by this process alone; see `dcp_torch.offline_transform`."""
-    return api.save(
-        state_dict,
-        checkpoint_id=dst,
-        planner=StandardSavePlanner(enable_plan_caching=False),
-        durable=durable,
-        adapter=cast(Adapter, AloneAdapter(framework.adapter)),
-    )
+    with _WatchedPlanner(progress) as planner:
+        return api.save(
+            state_dict,
+            checkpoint_id=dst,
+            planner=planner,
+            durable=durable,
+            adapter=cast(Adapter, AloneAdapter(framework.adapter)),
+        )
+
+
+class _WatchedPlanner(StandardSavePlanner):
+    """A planner that moves a bar when bytes are asked for; a context manager."""
+
+    def __init__(self, progress: bool | None) -> None:
+        super().__init__(enable_plan_caching=False)
+        self._progress = progress
+        self._advance: Advance | None = None
+        self._bar = ExitStack()
+
+    def __enter__(self) -> _WatchedPlanner:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.close()
+
+    def get_batch(self, spans: Sequence[PlannedChunk]) -> Sequence[npt.NDArray[Any] | DeviceBits]:
+        """The bits of some regions, as ever."""
+        if self._advance is None:
+            total = sum(tensor.nbytes for tensor in self.state.tensors if tensor is not None)
+            self._advance = self._bar.enter_context(progress_bar("write", total, self._progress))
+        self._advance(sum(span.nbytes for span in spans) if self._progress is not False else 0)
+        return super().get_batch(spans)
 
 
 def dcp_to_full_state_dict(
@@ -132,6 +168,7 @@ def save_state_dict_as_huggingface_format(
     *,
     overwrite: bool = True,
     durable: bool = True,
+    progress: bool | None = None,
 ) -> ConversionReport:
     """Write a full state as a Hugging Face directory; see `dcp_torch.offline_transform`."""
     limit = parse_shard_size(max_shard_size)
@@ -152,9 +189,10 @@ def save_state_dict_as_huggingface_format(
     kept, tied = _without_ties(local)
     tensors = [_file_tensor(name, local[name]) for name in kept]
     files = [[tensors[at] for at in positions] for positions in share_out([t.nbytes for t in tensors], limit)]
-    for inside in files:
-        check_header(inside)
-    written = write_directory(LocalStorage(local_path(directory)), files, overwrite=overwrite, durable=durable)
+    storage = LocalStorage(local_path(directory))
+    with progress_bar("write", sum(tensor.nbytes for tensor in tensors), progress) as advance:
+        watched = [[_watched(tensor, advance) for tensor in inside] for inside in files]
+        written = write_directory(storage, watched, overwrite=overwrite, durable=durable)
     report = ConversionReport(written, len(tensors), sum(t.nbytes for t in tensors), (*skipped, *tied))
     log_skipped(report.skipped)
     return report
@@ -211,7 +249,7 @@ def _checked(name: str, tensor: LocalTensor) -> LocalTensor:
             f"{name!r} is sharded: this process holds {list(map(str, tensor.boxes))} of shape {tensor.global_shape}. "
             "Save it with dcp.save, and convert that with convert_dcp_to_huggingface"
         )
-    check_storable(name, tensor.dtype)
+    file_type(name, tensor.dtype, tensor.global_shape)
     return tensor
 
 
@@ -239,6 +277,16 @@ def _file_tensor(name: str, tensor: LocalTensor) -> FileTensor:
 
     transfers = access.transfers(view) if tensor.device != "cpu" else None
     return FileTensor(name, tensor.dtype, tensor.global_shape, bits, transfers)
+
+
+def _watched(tensor: FileTensor, advance: Advance) -> FileTensor:
+    """The same tensor; whoever watches is told when its turn comes."""
+
+    def bits() -> Bits:
+        advance(tensor.nbytes)
+        return tensor.bits()
+
+    return replace(tensor, bits=bits)
 
 
 def _no_bits() -> Bits:

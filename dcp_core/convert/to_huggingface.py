@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 from dcp_core.convert.huggingface_files import (
     FileTensor,
-    check_header,
     existing_weights,
     refuse_overwriting,
     shard_names,
@@ -131,8 +130,6 @@ class HuggingFaceConversion:
         ):
             tensors = [_file_tensor(tensor, ahead) for tensor in self.plan.tensors]
             files = [[tensors[at] for at in positions] for positions in self.plan.files]
-            for inside in files:
-                check_header(inside)
             written = write_directory(storage, files, overwrite=overwrite, durable=durable)
         report = ConversionReport(written, len(tensors), self.plan.nbytes, self.plan.skipped)
         log_skipped(report.skipped)

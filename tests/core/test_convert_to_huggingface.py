@@ -20,6 +20,7 @@ from safetensors.numpy import load_file
 from dcp_core import api
 from dcp_core.box import Box
 from dcp_core.convert.huggingface_files import INDEX_NAME, SINGLE_NAME, STALE_SECONDS
+from dcp_core.convert.to_dcp import convert_to_dcp
 from dcp_core.convert.to_huggingface import ConversionReport, HuggingFaceConversion
 from dcp_core.dtype import DTYPES, Kind, dtype_named
 from dcp_core.errors import (
@@ -41,7 +42,7 @@ from dcp_core.testing.numpy_ranks import NumpyRankAdapter, ShardedArray
 from tests.core.peak_memory import need_peak_counter, peak_rise
 
 Array = npt.NDArray[Any]
-STORABLE = [dtype for dtype in DTYPES if not dtype.file_tail and dtype.kind is not Kind.OPAQUE]
+STORABLE = [dtype for dtype in DTYPES if not dtype.file_tail]
 
 
 def cut_up(array: Array, edges: list[list[int]], name: str | None = None) -> ShardedArray:
@@ -88,8 +89,11 @@ def test_every_type_keeps_its_bits(dtype: Any, tmp_path: Path) -> None:
     whole = ShardedArray((5, 3), [Box.whole((5, 3))], [bits], dtype_name=dtype.name)
     save({"whole": whole, "cut": cut_up(bits, [[2], [1]], dtype.name)}, tmp_path / "dcp")
     convert(tmp_path / "dcp", tmp_path / "hf")
-    expected = (dtype.file_dtype, (5, 3), bits.tobytes())
+    is_half = dtype.kind is Kind.OPAQUE  # two 4-bit floats are one element
+    expected = ("F4" if is_half else dtype.file_dtype, (5, 6 if is_half else 3), bits.tobytes())
     assert raw_of(tmp_path / "hf") == {"whole": expected, "cut": expected}
+    convert_to_dcp(HuggingFaceReader(tmp_path / "hf"), tmp_path / "again", durable=False)
+    assert api.read(tmp_path / "again", "cut").tobytes() == bits.tobytes()
 
 
 def test_scalars_and_empty_tensors_keep_value_and_shape(tmp_path: Path) -> None:
@@ -226,13 +230,28 @@ def test_a_tied_tensor_is_stored_once_under_the_name_of_the_input(tmp_path: Path
     assert [(entry.name, "embed_tokens" in entry.reason) for entry in report.skipped] == [("lm_head.weight", True)]
 
 
-@pytest.mark.parametrize("name", ["complex128", "complex32", "float4_e2m1fn_x2"])
+@pytest.mark.parametrize("name", ["complex128", "complex32"])
 def test_types_that_others_cannot_read_are_refused(name: str, tmp_path: Path) -> None:
     bits = np.zeros(4, dtype_named(name).bits)
     save({"z": ShardedArray((4,), [Box.whole((4,))], [bits], dtype_name=name)}, tmp_path / "a")
     with pytest.raises(UnsupportedValueError, match=rf"'z'.*{name}"):
         convert(tmp_path / "a", tmp_path / "hf")
     convert(tmp_path / "a", tmp_path / "hf", key_map=lambda key: None)
+
+
+@pytest.mark.parametrize("name", ["__metadata__", "\udc80"])
+def test_names_that_no_file_can_hold_are_refused_before_anything_is_written(name: str, tmp_path: Path) -> None:
+    save({"w": np.ones(3)}, tmp_path / "a")
+    with pytest.raises(DcpError, match="name"):
+        convert(tmp_path / "a", tmp_path / "hf", key_map=lambda key: name)
+    assert not (tmp_path / "hf").exists()
+
+
+@pytest.mark.parametrize("name", ["", "with space/slash", 'quote"\\', "ünïcödé.層", "x" * 5000])
+def test_names_of_all_kinds_are_kept(name: str, tmp_path: Path) -> None:
+    save({"w": np.ones(3)}, tmp_path / "a")
+    convert(tmp_path / "a", tmp_path / "hf", key_map=lambda key: name)
+    assert load_file(tmp_path / "hf" / SINGLE_NAME).keys() == {name}
 
 
 def test_what_is_damaged_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
@@ -304,6 +323,7 @@ def test_a_conversion_that_fails_anywhere_leaves_the_old_weights_or_nothing(
 
 _CONVERT_AND_DIE = """
 import sys
+from dcp_core.convert.to_dcp import convert_to_dcp
 from dcp_core.convert.to_huggingface import HuggingFaceConversion
 from dcp_core.execution.filesystem import FileSystemReader
 from dcp_core.storage.local import LocalStorage
