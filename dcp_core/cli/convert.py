@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from dcp_core.cli.tables import write_table
+from dcp_core.convert.detection import checkpoint_format
 from dcp_core.convert.huggingface_files import INDEX_NAME
-from dcp_core.convert.offline import checkpoint_format
 from dcp_core.convert.shard_sizes import MAX_SHARD_SIZE
 from dcp_core.convert.stored_source import StoredSource
 from dcp_core.convert.to_dcp import convert_to_dcp, stored_nbytes

@@ -6,7 +6,6 @@ In: what a framework's package knows of its tensors. Out: checkpoints, directori
 
 from __future__ import annotations
 
-import os
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -293,33 +292,8 @@ def _no_bits() -> Bits:
     raise UnsupportedValueError("a tensor without elements has no bits")
 
 
-def checkpoint_format(path: CheckpointId) -> str:
-    """Tell what lies at a path.
-
-    Returns:
-        "dcp", "torch-dcp", "huggingface", or "torch" for a file that `torch.save` wrote.
-
-    Raises:
-        ArgumentError: None of these.
-    """
-    local = local_path(path)
-    if os.path.isfile(local):
-        return "huggingface" if local.endswith((".safetensors", ".safetensors.index.json")) else "torch"
-    names = set(os.listdir(local)) if os.path.isdir(local) else set()
-    if ".metadata" in names:
-        with open(os.path.join(local, ".metadata"), "rb") as file:
-            return "torch-dcp" if file.read(1) == b"\x80" else "dcp"
-    if any(name.endswith((".safetensors", ".safetensors.index.json")) for name in names):
-        return "huggingface"
-    if any(name.endswith((".bin", ".pt", ".pth")) for name in names):
-        return "torch"
-    what = "there is nothing" if not os.path.exists(local) else "there is no checkpoint that is known"
-    raise ArgumentError(f"{what} at {local!r}: expected .metadata, or *.safetensors, or a file of torch.save")
-
-
 __all__ = [
     "OfflineFramework",
-    "checkpoint_format",
     "convert_full_checkpoint_to_dcp",
     "dcp_to_full_state_dict",
     "full_state_dict_to_dcp_format",

@@ -14,7 +14,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from dcp_core import api
-from dcp_core.convert.offline import checkpoint_format
+from dcp_core.convert.detection import checkpoint_format
 from dcp_core.convert.to_dcp import convert_to_dcp
 from dcp_core.errors import ArgumentError, CorruptError, DcpError, IncompleteError, NotFoundError
 from dcp_core.execution.filesystem import FileSystemReader, FileSystemWriter
