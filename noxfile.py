@@ -15,7 +15,7 @@ nox.options.sessions = ["tests"]
 
 TORCH = "torch==2.13.0"  # exact: an open range may take another build, of several gigabytes
 ONE_THREAD_A_RANK = {"OMP_NUM_THREADS": "1"}
-BENCHMARKS = ("engines", "async_save", "shared_reads", "plan_scale")
+BENCHMARKS = ("engines", "async_save", "shared_reads", "conversions", "plan_scale")
 BENCH_PEERS = ("torchsnapshot", "orbax-checkpoint", "torch_checkpointing")
 IN_ORDER = ("lint", "types", "docs", "tests_numpy2", "demo", "tests_torch")
 

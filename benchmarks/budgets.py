@@ -13,6 +13,8 @@ from benchmarks.workloads import MIB
 
 READ_AT_MOST = 1.1
 """Resharded loads read at most this many times the bytes that they need, for runs of 64 KiB and more."""
+OPEN_READ_AT_MOST = 1.05
+"""The same for loads of whole tensors into shards of rows."""
 ABOVE_STATE_NBYTES = 128 * MIB
 """What a save or a load may need in memory above the state, plan tables apart."""
 AUTO_AT_MOST = 1.25
@@ -61,6 +63,7 @@ SPEED_BUDGETS = (
     SpeedBudget("load", _WHOLE, _BOTH, "ours", "torch-hf", 1.2),
     SpeedBudget("load", _WHOLE, _BOTH, "ours", "plain", 0.8),
     SpeedBudget("load", _RESHARD, _BOTH, "ours", "torch-dcp", 2.0),
+    SpeedBudget("load", ("open_weights",), _BOTH, "ours-open", "torch-open", 1.2),
     SpeedBudget("save", ("small",), _BOTH, "ours", "torch-dcp", 7.0),
     SpeedBudget("load", ("small",), _BOTH, "ours", "torch-dcp", 20.0),
 )
@@ -92,6 +95,9 @@ def judge_times(case: Case, settings: Settings, timed: Sequence[Timed]) -> Itera
     if case.workload == "reshard" and case.measure in ("load", "cold") and "ours" in by_name:
         times = by_name["ours"].moved.rchar / case.nbytes
         yield Verdict(f"ours reads at most {READ_AT_MOST:g}x the needed bytes", times, "x", times <= READ_AT_MOST)
+    if case.workload == "open_weights" and "ours-open" in by_name:
+        times, most = by_name["ours-open"].moved.rchar / case.nbytes, OPEN_READ_AT_MOST
+        yield Verdict(f"ours-open reads at most {most:g}x the needed bytes", times, "x", times <= most)
 
 
 def _is_fair(budget: SpeedBudget, settings: Settings) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from benchmarks.cases import Case, Settings
 from benchmarks.contestant import Contestant
+from benchmarks.open_weights import OursOpenWeights, TorchOpenWeights
 from benchmarks.ours import Ours, OursFull, OursReplan, OursUnverified
 from benchmarks.plain import Plain, PlainHashed
 from benchmarks.pypi_peers import Orbax, TorchCheckpointing, TorchSnapshot
@@ -17,7 +18,7 @@ CONTESTANTS: dict[str, type[Contestant]] = {
     contestant.name: contestant
     for contestant in (
         Ours, OursUnverified, OursFull, OursReplan, TorchDcp, TorchHuggingFace, Safetensors, Plain, PlainHashed,
-        TorchSnapshot, Orbax, TorchCheckpointing,
+        TorchSnapshot, Orbax, TorchCheckpointing, OursOpenWeights, TorchOpenWeights,
     )
 }  # fmt: skip
 

@@ -148,7 +148,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     several: dict[str, Any] = {"nargs": "+", "metavar": "NAME"}
     parser.add_argument("--workloads", default=list(WORKLOADS), choices=WORKLOADS, help=some_of(WORKLOADS), **several)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="only on these numbers of ranks")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4], help="only on these numbers of ranks")
     parser.add_argument("--places", default=list(PLACES), choices=PLACES, help=some_of(PLACES), **several)
     parser.add_argument("--measures", default=list(MEASURES), choices=MEASURES, help=some_of(MEASURES), **several)
     parser.add_argument(

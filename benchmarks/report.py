@@ -32,7 +32,7 @@ def _lines(result: CaseResult) -> Iterator[str]:
         yield f"  FAILED: {result.failure}"
     if result.timed:
         yield _row("", _TIME_HEADINGS)
-        ours = next((each for each in result.timed if each.contestant == "ours"), None)
+        ours = next((each for each in result.timed if each.contestant in ("ours", "ours-open")), None)
         yield from (_row(each.contestant, _time_cells(case, each, ours)) for each in result.timed)
     if case.measure == "cold" and (warm := [each.contestant for each in result.timed if not was_cold(case, each)]):
         yield f"  NOT COLD: {', '.join(warm)}: less than {WAS_COLD:.0%} of the needed bytes came from the device"

@@ -48,7 +48,7 @@ class State:
     def first_difference(self) -> str | None:
         """The name of a tensor of which not every bit is as it was made, or None."""
         for spec in self.specs:
-            expected = _shard_of(_whole(spec), self.rank, self.cut)
+            expected = _shard_of(whole_tensor(spec), self.rank, self.cut)
             if not torch.equal(_bits(expected), _bits(self.locals[spec.name])):
                 return spec.name
         return None
@@ -56,7 +56,7 @@ class State:
 
 def make_state(specs: Sequence[TensorSpec], rank: Rank, cut: int = 0) -> State:
     """This rank's shards of tensors of random bits; the same bits in every process."""
-    local = {spec.name: _shard_of(_whole(spec), rank, cut) for spec in specs}
+    local = {spec.name: _shard_of(whole_tensor(spec), rank, cut) for spec in specs}
     if rank.world_size == 1:
         return State(rank, tuple(specs), cut, local, local)
     mesh = _mesh(rank.world_size)
@@ -71,7 +71,7 @@ def _mesh(world_size: int) -> DeviceMesh:
     return init_device_mesh("cpu", (world_size,))
 
 
-def _whole(spec: TensorSpec) -> Tensor:
+def whole_tensor(spec: TensorSpec) -> Tensor:
     """Random bits: nothing in them can be compressed."""
     generator = np.random.Generator(np.random.SFC64(zlib.crc32(spec.name.encode())))
     words = generator.integers(0, 1 << 64, -(-spec.nbytes // 8), dtype=np.uint64)

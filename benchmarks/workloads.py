@@ -13,6 +13,7 @@ MIB = 1024 * 1024
 ITEM_NBYTES = {"bfloat16": 2, "float32": 4}
 
 COMMON = ("ours", "torch-dcp", "torch-hf", "safetensors", "plain", "torchsnapshot", "orbax", "torch_checkpointing")
+OPEN = ("ours-open", "torch-open")
 ON_AND_OFF = ("ours", "ours-unverified", "ours-full", "torch-dcp", "plain", "plain-hashed")
 
 
@@ -87,6 +88,24 @@ def _layer(hidden: int) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def open_weights(mib: int) -> tuple[TensorSpec, ...]:
+    """Weights in bfloat16, shaped and named as those of a Llama."""
+    hidden = 2048 if mib >= 256 else 128
+    layer = {
+        "self_attn.q_proj": (1, 1), "self_attn.k_proj": (0.25, 1), "self_attn.v_proj": (0.25, 1),
+        "self_attn.o_proj": (1, 1), "mlp.gate_proj": (2.75, 1), "mlp.up_proj": (2.75, 1), "mlp.down_proj": (1, 2.75),
+    }  # fmt: skip
+    layers = max(1, round((mib * MIB // 2 - 32 * hidden**2) / (10.75 * hidden**2)))
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (16 * hidden, hidden)}
+    for number in range(layers):
+        for part, (rows, columns) in layer.items():
+            shapes[f"model.layers.{number}.{part}.weight"] = (int(rows * hidden), int(columns * hidden))
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            shapes[f"model.layers.{number}.{norm}.weight"] = (hidden,)
+    shapes |= {"model.norm.weight": (hidden,), "lm_head.weight": (16 * hidden, hidden)}
+    return tuple(TensorSpec(name, shape, "bfloat16") for name, shape in shapes.items())
+
+
 def small(mib: int) -> tuple[TensorSpec, ...]:
     """Tensors of 64 KiB: what a call costs for each tensor."""
     return tuple(TensorSpec(f"blocks.{n // 100}.experts.{n % 100}.w", (128, 128), "float32") for n in range(mib * 16))
@@ -142,6 +161,10 @@ WORKLOADS = {
         Workload(
             "checksums", "checksums on and off, the state of `transformer`", 1024, transformer, (1,), ("save", "load"),
             ON_AND_OFF,
+        ),
+        Workload(
+            "open_weights", "whole tensors of a Hugging Face directory, loaded into shards of rows", 1024, open_weights,
+            (4,), ("load", "cold"), OPEN,
         ),
     )
 }  # fmt: skip

@@ -127,6 +127,19 @@ class TensorColumns:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class ArrayColumns:
+    """The stored arrays that chunks are regions of: for chunks that do not lie in one piece in their file.
+
+    Attributes:
+        offsets: Where the chunk starts in its array, padded on the right with 0. Shape (N, D), elements.
+        sizes: Extent of the array, padded on the right with 1. Shape (N, D), elements.
+    """
+
+    offsets: Int64
+    sizes: Int64
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class ChunkColumns:
     """Stored boxes, sorted by (tensor, offsets).
 
@@ -134,16 +147,28 @@ class ChunkColumns:
         offsets: Start of the box, padded on the right with 0. Shape (N, D), elements.
         sizes: Extent, padded on the right with 1. Shape (N, D), elements.
         file: Row in `FileColumns`. Shape (N,).
-        byte_offset: From the start of the file's data section. Shape (N,).
+        byte_offset: From the start of the file's data section: of the chunk, or of its array. Shape (N,).
+        arrays: The row-major arrays of which the chunks are regions; None where each is an array by itself, as in all
+            that this library writes.
     """
 
     offsets: Int64
     sizes: Int64
     file: Int32
     byte_offset: Int64
+    arrays: ArrayColumns | None = None
 
     def __len__(self) -> int:
         return len(self.file)
+
+    def part(self, rows: slice | npt.NDArray[np.bool_], ndim: int | None = None) -> ChunkColumns:
+        """Some rows, and the first `ndim` dimensions of them (None: all); neighbouring ones share memory."""
+        arrays = self.arrays
+        if arrays is not None:
+            arrays = ArrayColumns(arrays.offsets[rows, :ndim], arrays.sizes[rows, :ndim])
+        return ChunkColumns(
+            self.offsets[rows, :ndim], self.sizes[rows, :ndim], self.file[rows], self.byte_offset[rows], arrays
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -171,6 +196,9 @@ class ObjectColumns:
 class FileColumns:
     """Data files, sorted by (rank, kind, part). New at every save.
 
+    Files that another program wrote have names of their own. Nothing in them says which save they are of, and there
+    are no checksums: where they are read, `field_start`, `field_nbytes` and `digest` are 0, and `rank` is -1.
+
     Attributes:
         rank: Who wrote it. Shape (F,).
         part: 0, or the number of a further part. Shape (F,).
@@ -180,6 +208,7 @@ class FileColumns:
         field_start: Where the checksum field (safetensors) or the index (`.bytes`) starts. Shape (F,).
         field_nbytes: Its length. Shape (F,).
         digest: xxh3-128 of it, low word first. Shape (F, 2).
+        names: Names of files that another program wrote; empty where `data_file_name` spells them. Length F.
     """
 
     rank: Int32
@@ -190,6 +219,7 @@ class FileColumns:
     field_start: Int64
     field_nbytes: Int64
     digest: UInt64
+    names: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return len(self.rank)

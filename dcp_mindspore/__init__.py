@@ -15,7 +15,7 @@ _TO_COME = frozenset(
         *("WriteItem", "ReadItem", "SavePlan", "LoadPlan", "SavePlanner", "LoadPlanner"),
         *("StandardSavePlanner", "StandardLoadPlanner", "StorageWriter", "StorageReader"),
         *("FileSystemWriter", "FileSystemReader", "HuggingFaceReader", "DataCopier", "PerRank", "ChunkInfo"),
-        *("annotate_shard", "offline_transform", "latest_checkpoint", "CheckpointManager"),
+        *("annotate_shard", "latest_checkpoint", "CheckpointManager"),
     )
 )
 

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
         UntrustedObjectError,
     )
     from dcp_core.execution.filesystem import FileSystemReader, FileSystemWriter
+    from dcp_core.execution.huggingface import HuggingFaceReader, Joined, Narrowed, Selected, Stacked
     from dcp_core.execution.interfaces import StorageReader, StorageWriter
     from dcp_core.metadata import (
         BytesStorageMetadata,
@@ -57,10 +58,12 @@ if TYPE_CHECKING:
     from dcp_core.planning.standard_load import StandardLoadPlanner
     from dcp_core.planning.standard_save import StandardSavePlanner
     from dcp_core.state_path import PerRank
+    from dcp_torch import offline_transform
     from dcp_torch.annotate import ChunkInfo, annotate_shard
     from dcp_torch.api import async_save, load, save
     from dcp_torch.flat_buffers import split_flat
     from dcp_torch.parts import describe_parts
+    from dcp_torch.torch_dcp import TorchDCPReader
 
 __all__ = [
     "AdapterError",
@@ -81,14 +84,17 @@ __all__ = [
     "FileSystemReader",
     "FileSystemWriter",
     "FormatError",
+    "HuggingFaceReader",
     "InDoubtError",
     "IncompleteError",
+    "Joined",
     "LoadPlan",
     "LoadPlanner",
     "Metadata",
     "MetadataIndex",
     "MissingKeysError",
     "MissingRendezvousError",
+    "Narrowed",
     "NewerVersionError",
     "NotFoundError",
     "OverlapError",
@@ -99,13 +105,16 @@ __all__ = [
     "SaveCancelledError",
     "SavePlan",
     "SavePlanner",
+    "Selected",
     "ShapeMismatchError",
+    "Stacked",
     "StandardLoadPlanner",
     "StandardSavePlanner",
     "StorageError",
     "StorageReader",
     "StorageWriter",
     "TensorStorageMetadata",
+    "TorchDCPReader",
     "UnsupportedValueError",
     "UntrustedObjectError",
     "WriteItem",
@@ -116,6 +125,7 @@ __all__ = [
     "clear_plan_cache",
     "describe_parts",
     "load",
+    "offline_transform",
     "read",
     "save",
     "split_flat",
@@ -162,6 +172,13 @@ _HOMES = {
         "FileSystemReader",
         "FileSystemWriter",
     ),
+    "dcp_core.execution.huggingface": (
+        "HuggingFaceReader",
+        "Joined",
+        "Narrowed",
+        "Selected",
+        "Stacked",
+    ),
     "dcp_core.execution.interfaces": (
         "StorageReader",
         "StorageWriter",
@@ -197,6 +214,7 @@ _HOMES = {
     ),
     "dcp_torch.flat_buffers": ("split_flat",),
     "dcp_torch.parts": ("describe_parts",),
+    "dcp_torch.torch_dcp": ("TorchDCPReader",),
 }
 
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
@@ -204,6 +222,8 @@ _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 def __getattr__(name: str) -> Any:
     """Import a public name when it is first used: plugin discovery imports this package, and torch is heavy."""
+    if name == "offline_transform":
+        return importlib.import_module(f"{__name__}.{name}")
     home = _HOME_OF.get(name)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

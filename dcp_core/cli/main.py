@@ -37,6 +37,7 @@ class Command:
 
 
 COMMANDS: dict[str, Command] = {
+    "convert": Command("dcp_core.cli.convert", "convert a checkpoint to another format"),
     "plugins": Command("dcp_core.cli.plugins", "list the plugins that are installed, and what is wrong with them"),
 }
 """Every command by its name."""

@@ -27,7 +27,7 @@ class OpenFile:
 
     Attributes:
         facts: What the metadata says about it.
-        checksums: Of its data; None when nothing is to be checked.
+        checksums: Of its data; None when nothing is to be checked, or another program wrote the file.
 
     Args:
         storage: Where it lies.
@@ -94,6 +94,8 @@ class OpenFile:
     def _identify(self, handle: ReadHandle) -> ChecksumTable | None:
         facts = self.facts
         _compare_size(self._storage, facts, handle.nbytes)
+        if facts.save_id is None:
+            return None
         if self._verify:
             header = bytearray(facts.data_start)
             handle.read_into(0, memoryview(header))
@@ -106,9 +108,11 @@ class OpenFile:
 
 def file_facts(files: FileColumns, save: SaveRecord, row: int) -> FileFacts:
     """What the metadata says about the data file in one row."""
+    nbytes, start = int(files.nbytes[row]), int(files.data_start[row])
+    if files.names:
+        return FileFacts(files.names[row], None, nbytes, start, 0, 0, 0)
     name = data_file_name(int(files.rank[row]), int(files.part[row]), int(files.kind[row]), save.suffix)
     low, high = files.digest[row].tolist()
-    nbytes, start = int(files.nbytes[row]), int(files.data_start[row])
     return FileFacts(
         name, save.save_id, nbytes, start, int(files.field_start[row]), int(files.field_nbytes[row]), high << 64 | low
     )

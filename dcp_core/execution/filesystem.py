@@ -10,7 +10,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 from urllib.parse import unquote
@@ -42,7 +42,7 @@ from dcp_core.execution.read_probe import probe_rate
 from dcp_core.execution.write_engine import write_files
 from dcp_core.file_names import MAILBOX_PREFIX, data_file_name
 from dcp_core.formats.metadata_file import assemble, file_names, open_bytes
-from dcp_core.metadata import FileColumns, Metadata, MetadataSource, StoredObject
+from dcp_core.metadata import FileColumns, Metadata, MetadataSource, SaveRecord, StoredObject
 from dcp_core.planning.load_plan import LoadPlan
 from dcp_core.planning.sharing import Sharing
 from dcp_core.planning.span_columns import PlannedRegion, columns_of
@@ -411,8 +411,12 @@ class FileSystemReader(StorageReader):
         if self._metadata is None:
             raise ArgumentError("configure_reader comes before reading")
         source = self._metadata.source
-        with replacement_explained(self._directory.storage, source.save):
+        with self._explained(source.save):
             yield source
+
+    def _explained(self, save: SaveRecord) -> AbstractContextManager[None]:
+        """Add to what goes wrong while the files of a save are read what is known about it."""
+        return replacement_explained(self._directory.storage, save)
 
     def _tensor_files(self, source: MetadataSource, *, verify: bool) -> TensorFiles:
         return TensorFiles(self._directory.storage, source.files, source.save, verify=verify)

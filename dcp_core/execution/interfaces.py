@@ -349,12 +349,30 @@ class StorageReader(ABC):
 
         Args:
             rank: None for the description of a save of a whole group, else whose own.
-            header_digest: What the description's header must have, where the coordinator found it so.
+            header_digest: What the description's header must have, where the coordinator found it so: xxh3-128 of
+                what `encode_metadata` gave, if that gave something.
 
         Raises:
             NotFoundError: There is no such description.
             CorruptError: It is damaged.
         """
+
+    def options(self) -> str:
+        """What must agree between ranks, besides the class of the reader and the checkpoint's id."""
+        return ""
+
+    def encode_metadata(self, metadata: Metadata) -> bytes | None:
+        """Turn a description that `load_metadata` gave into bytes for the other ranks. Called on the coordinator.
+
+        Returns:
+            Bytes that `decode_metadata` understands. None for a description that a `.metadata` file can hold: that is
+            what travels then.
+        """
+        return None
+
+    def decode_metadata(self, raw: bytes) -> Metadata:
+        """Undo `encode_metadata`, on the other ranks."""
+        raise StorageError(f"{type(self).__name__} has no way to read a description that another rank opened")
 
     @abstractmethod
     def configure_reader(self, metadata: Metadata, context: ReadContext) -> None:

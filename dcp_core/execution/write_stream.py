@@ -33,10 +33,18 @@ class FileStream:
     """The data section of one file. One thread uses it.
 
     Attributes:
-        checksums: Of the blocks so far, in file order.
+        checksums: Of the blocks so far, in file order; empty for a file that has none.
     """
 
-    def __init__(self, handle: WriteHandle, position: int, proceed: Callable[[], None], *, durable: bool) -> None:
+    def __init__(
+        self,
+        handle: WriteHandle,
+        position: int,
+        proceed: Callable[[], None],
+        *,
+        durable: bool,
+        has_checksums: bool = True,
+    ) -> None:
         """Start at a place in a file.
 
         Args:
@@ -44,12 +52,14 @@ class FileStream:
             position: Where the data section starts.
             proceed: Called before every write; raises when there is no point in going on.
             durable: Whether the disk should begin early.
+            has_checksums: False for a file of another format, which has none.
         """
         self.checksums: list[int] = []
         self._handle = handle
         self._position = position
         self._proceed = proceed
         self._durable = durable
+        self._has_checksums = has_checksums
         self._written_back = position
         self._staging: Staging | None = None
 
@@ -108,7 +118,8 @@ class FileStream:
     def _put(self, blocks: Sequence[memoryview], nbytes: int) -> None:
         """Hash and write blocks that follow one another in the file."""
         self._proceed()
-        self.checksums += map(block_checksum, blocks)
+        if self._has_checksums:
+            self.checksums += map(block_checksum, blocks)
         self._handle.write(self._position, blocks)
         self._position += nbytes
         if self._durable and self._position - self._written_back >= WRITE_BACK_BYTES:

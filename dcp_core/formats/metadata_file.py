@@ -78,6 +78,8 @@ def encode_body(columns: MetadataColumns) -> EncodedBody:
         PlanningError: The columns are out of order, contradict each other, or exceed the format's limits.
     """
     tensors, objects = columns.tensors, columns.objects
+    if columns.chunks.arrays is not None:
+        raise PlanningError("a chunk that is a region of a larger array cannot be described in .metadata")
     if max(len(tensors.names), len(objects.names), len(columns.chunks)) > MAX_ROWS:
         raise PlanningError(f"a checkpoint holds at most {MAX_ROWS} tensors, objects and chunks each")
     tensor_directory, tensor_blocks, chunk_blocks = _encode_tensor_groups(tensors, columns.chunks)
@@ -167,8 +169,7 @@ def _encode_tensor_groups(
     for number, cut in enumerate(cuts):
         group, own_rows = _tensor_group(tensors, cut)
         depth = group.shape.shape[1]
-        boxes = chunks.offsets[own_rows, :depth], chunks.sizes[own_rows, :depth]
-        own = ChunkColumns(*boxes, chunks.file[own_rows], chunks.byte_offset[own_rows])
+        own = chunks.part(own_rows, depth)
         tensor_blocks.append(Block.of(f"tensors.{number}", encode_tensors(group)))
         chunk_blocks.append(Block.of(f"chunks.{number}", encode_chunks(group, own)))
         runs.append(len(group.names.names))

@@ -63,7 +63,7 @@ class FileFacts:
 
     Attributes:
         name: Its name.
-        save_id: The save that wrote it.
+        save_id: The save that wrote it; None for a file of another program, which says nothing about itself.
         nbytes: Size of the whole file.
         data_start: Where the data section starts.
         field_start: Where the checksum field (`.bytes`: the index) starts.
@@ -72,7 +72,7 @@ class FileFacts:
     """
 
     name: str
-    save_id: str
+    save_id: str | None
     nbytes: int
     data_start: int
     field_start: int
@@ -91,7 +91,8 @@ def check_facts(file: FileFacts) -> None:
     Raises:
         CorruptError: The metadata contradicts the format.
     """
-    if not SAVE_ID_START <= file.data_start <= min(file.nbytes, MAX_HEADER_BYTES + 8 + ALIGNMENT):
+    first = 0 if file.save_id is None else SAVE_ID_START
+    if not first <= file.data_start <= min(file.nbytes, MAX_HEADER_BYTES + 8 + ALIGNMENT):
         raise CorruptError(f"{file.name}: a header of {file.data_start} bytes in a file of {file.nbytes} is impossible")
 
 
@@ -216,7 +217,7 @@ def read_checksums(header: bytes, file: FileFacts) -> ChecksumTable:
     Raises:
         CorruptError: Another save's file, or bytes that changed since it was written.
     """
-    check_save_id(header[SAVE_ID_START : SAVE_ID_START + _ID_CHARS], file.save_id, file.name)
+    check_save_id(header[SAVE_ID_START : SAVE_ID_START + _ID_CHARS], file.save_id or "", file.name)
     if file.field_start != _FIELD_START or _FIELD_START + file.field_nbytes > len(header):
         raise CorruptError(f"{file.name}: its checksum field cannot lie at byte {file.field_start}")
     field = header[_FIELD_START : _FIELD_START + file.field_nbytes]

@@ -13,11 +13,13 @@ from dataclasses import dataclass
 from math import prod
 from typing import NoReturn
 
-from dcp_core.dtype import DTYPES
+from dcp_core.dtype import BY_NAME, DTYPES, DType
 from dcp_core.errors import CorruptError, IncompleteError
 from dcp_core.formats.safetensors_file import MAX_HEADER_BYTES
 
-_FILE_ITEMSIZE = {dtype.file_dtype: dtype.itemsize // prod(dtype.file_tail) for dtype in DTYPES}
+_BITS = {dtype.file_dtype: 8 * dtype.itemsize // prod(dtype.file_tail) for dtype in DTYPES}
+_BITS |= {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
+_PLAIN = {dtype.file_dtype: dtype for dtype in DTYPES if not dtype.file_tail and dtype.name != "float4_e2m1fn_x2"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +31,23 @@ class StoredArray:
     shape: tuple[int, ...]
     byte_offset: int
     nbytes: int
+
+
+def elements_of(array: StoredArray) -> tuple[DType, tuple[int, ...]] | None:
+    """What a tensor of any safetensors file is to us: its element type, and its shape in those elements.
+
+    Two 4-bit floats are one element. None for a type that no framework has (6-bit floats), and for 4-bit floats whose
+    last dimension is odd.
+
+    >>> dtype, shape = elements_of(StoredArray("w", "F4", (2, 8), 0, 8))
+    >>> dtype.name, shape
+    ('float4_e2m1fn_x2', (2, 4))
+    """
+    if array.file_dtype == "F4":
+        is_even = bool(array.shape) and array.shape[-1] % 2 == 0
+        return (BY_NAME["float4_e2m1fn_x2"], (*array.shape[:-1], array.shape[-1] // 2)) if is_even else None
+    dtype = _PLAIN.get(array.file_dtype)
+    return None if dtype is None else (dtype, array.shape)
 
 
 def header_nbytes(prefix: bytes, file_nbytes: int, name: str) -> int:
@@ -69,7 +88,7 @@ def parse_header(header: bytes, file_nbytes: int, name: str) -> tuple[tuple[Stor
         IncompleteError: The data section is shorter than the header says.
     """
     try:
-        fields = json.loads(header[8:], object_pairs_hook=_unique)
+        fields = json.loads(header[8:], object_pairs_hook=unique_fields)
     except (ValueError, RecursionError) as error:
         raise CorruptError(f"{name}: its header is not valid: {error}") from error
     if not isinstance(fields, dict):
@@ -98,7 +117,12 @@ def _by_offset(array: StoredArray) -> tuple[int, int]:
     return array.byte_offset, array.nbytes
 
 
-def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+def unique_fields(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """Make a JSON object, for `json.loads(..., object_pairs_hook=unique_fields)`; a name may occur once.
+
+    Raises:
+        ValueError: One occurs twice.
+    """
     fields = dict(pairs)
     if len(fields) != len(pairs):
         raise ValueError("a name occurs twice")
@@ -109,13 +133,13 @@ def _stored_array(key: str, entry: object, name: str) -> StoredArray:
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
         _refuse(name, key, "does not have dtype, shape and data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    itemsize = _FILE_ITEMSIZE.get(dtype) if isinstance(dtype, str) else None
-    if itemsize is None:
+    bits = _BITS.get(dtype) if isinstance(dtype, str) else None
+    if bits is None:
         _refuse(name, key, f"has the unknown dtype {str(dtype)[:40]!a}")
     if not _all_counts(shape) or not _all_counts(offsets) or len(offsets) != 2:
         _refuse(name, key, "has a shape or offsets that are no counts")
     start, stop = offsets
-    if stop - start != prod(shape) * itemsize:
+    if 8 * (stop - start) != prod(shape) * bits:
         _refuse(name, key, f"has {stop - start} bytes for {dtype} of {shape}")
     return StoredArray(key, dtype, tuple(shape), start, stop - start)
 

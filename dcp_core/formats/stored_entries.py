@@ -41,8 +41,7 @@ def stored_tensors(group: TensorGroup, chunks: ChunkColumns, name: str) -> tuple
         path = decode_path(group.names.paths[run])
         for entry in group.names.entries_of(run):
             ndim, rows = int(group.ndim[entry]), slice(int(group.row[entry]), int(group.row[entry + 1]))
-            boxes = chunks.offsets[rows, :ndim], chunks.sizes[rows, :ndim]
-            own = ChunkColumns(*boxes, chunks.file[rows], chunks.byte_offset[rows])
+            own = chunks.part(rows, ndim)
             shape = tuple(group.shape[entry, :ndim].tolist())
             found.append(StoredTensor(name, path, int(group.rank[entry]), BY_CODE[int(group.dtype[entry])], shape, own))
     return tuple(found)

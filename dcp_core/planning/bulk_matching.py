@@ -18,7 +18,6 @@ from dcp_core.dtype import BY_CODE, DType
 from dcp_core.errors import CorruptError
 from dcp_core.metadata import (
     EVERY_RANK,
-    ChunkColumns,
     FoundTensors,
     Int64,
     MetadataSource,
@@ -67,8 +66,7 @@ class PlainMatches:
         """Make the stored tensor of one of the M leaves."""
         part, row = self.parts[int(self.part[position])], int(self.row[position])
         ndim, rows = int(part.ndim[row]), slice(int(part.first[row]), int(part.first[row] + part.count[row]))
-        boxes = part.chunks.offsets[rows, :ndim], part.chunks.sizes[rows, :ndim]
-        chunks = ChunkColumns(*boxes, part.chunks.file[rows], part.chunks.byte_offset[rows])
+        chunks = part.chunks.part(rows, ndim)
         shape = tuple(part.shape[row, :ndim].tolist())
         return StoredTensor(
             name, decode_path(part.paths[row]), EVERY_RANK, BY_CODE[int(part.dtype[row])], shape, chunks

@@ -10,7 +10,7 @@ from __future__ import annotations
 import bisect
 import difflib
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import TypeVar
@@ -69,7 +69,7 @@ class _Findings:
 
     tensors: dict[int, StoredTensor] = field(default_factory=dict)
     objects: dict[int, StoredObject] = field(default_factory=dict)
-    missing: list[str] = field(default_factory=list)
+    missing: list[int] = field(default_factory=list)
     lossy: list[str] = field(default_factory=list)
     borrowed: list[str] = field(default_factory=list)
 
@@ -87,8 +87,9 @@ def match_state(state: LocalState, metadata: Metadata, rank: int, world_size: in
     for position in range(len(state.paths)):
         if position not in matched:
             _match_leaf(position, state.leaves[position], metadata, rank, world_size, rules, found)
-    if found.missing and not rules.allow_partial_load:
-        raise _missing_error(found.missing, metadata)
+    missing = _without_tied(state, found.missing, {*plain.leaf.tolist(), *found.tensors})
+    if missing and not rules.allow_partial_load:
+        raise _missing_error([state.names[position] for position in missing], metadata)
     wanted = wanted_boxes(state, plain, found.tensors)
     paths = {position: decode_path(state.paths[position]) for position in found.objects}
     objects = [
@@ -117,7 +118,7 @@ def _match_leaf(
     tensors, objects = find_entries(metadata, leaf.path)
     same_world = metadata.world_size == world_size
     if not tensors and not objects:
-        found.missing.append(leaf.name)
+        found.missing.append(position)
         return
     if leaf.tensor is None:
         if tensors:
@@ -148,6 +149,29 @@ def _match_leaf(
     if _check_tensor(leaf.name, leaf.tensor, picked, rules) == "lossy":
         found.lossy.append(lossy_text(leaf.name, picked.dtype, leaf.tensor.dtype))
     found.tensors[position] = picked
+
+
+def _without_tied(state: LocalState, missing: Sequence[int], filled: Iterable[int]) -> list[int]:
+    """Which leaves stay without a value: not those that are the same memory as one that gets its own.
+
+    A format that stores tied weights once has them under one of their names.
+    """
+    if not missing:
+        return []
+    known = {key for position in filled if (key := _memory_of(state.tensors[position])) is not None}
+    tied = [position for position in missing if _memory_of(state.tensors[position]) in known]
+    if tied:
+        _logger.info(
+            "tied to others, and filled with them: %s", ", ".join(state.names[at] for at in tied[:_KEYS_SHOWN])
+        )
+    return [position for position in missing if position not in set(tied)]
+
+
+def _memory_of(tensor: LocalTensor | None) -> Hashable | None:
+    """Equal for leaves that are the same part of the same tensor in the same memory; None where that is not known."""
+    if tensor is None or tensor.storage is None:
+        return None
+    return tensor.storage, tensor.global_shape, tensor.boxes
 
 
 def _check_tensor(name: str, tensor: LocalTensor, stored: StoredTensor, rules: MatchRules) -> str:

@@ -67,12 +67,18 @@ class Regions:
         return self.boxes.chunk_rows(self.reads.wanted, self.reads.chunk)
 
     @cached_property
+    def storage_offsets(self) -> Int64:
+        """Where each region starts in its chunk, or in the array that the chunk is a region of. Shape (N, D)."""
+        inside: Int64 = self.reads.offsets - self.chunks.offsets
+        return inside if self.chunks.arrays is None else inside + self.chunks.arrays.offsets
+
+    @cached_property
     def items(self) -> list[ReadItem]:
         """The item of each region."""
-        return _make_items(self.boxes, self.reads, self.chunks)
+        return _make_items(self.boxes, self.reads, self.chunks, self.storage_offsets)
 
 
-def _make_items(boxes: WantedBoxes, reads: ReadColumns, chunks: ChunkColumns) -> list[ReadItem]:
+def _make_items(boxes: WantedBoxes, reads: ReadColumns, chunks: ChunkColumns, storage_offsets: Int64) -> list[ReadItem]:
     wanted, ndim = reads.wanted.tolist(), boxes.ndim[reads.wanted]
     origin, nowhere = boxes.offsets[reads.wanted], np.zeros_like(reads.offsets)
     offsets = list(map(attrgetter("offsets"), boxes.boxes))
@@ -92,7 +98,7 @@ def _make_items(boxes: WantedBoxes, reads: ReadColumns, chunks: ChunkColumns) ->
         dest_index=[targets[row] for row in wanted],
         dest_offsets=extents_of(reads.offsets - origin, nowhere, zeros, ndim),
         storage_index=sources,
-        storage_offsets=extents_of(reads.offsets - chunks.offsets, nowhere, zeros, ndim),
+        storage_offsets=extents_of(storage_offsets, nowhere, zeros, ndim),
         lengths=extents_of(reads.sizes, boxes.sizes[reads.wanted], [sizes[row] for row in wanted], ndim),
         source=[None if rank < 0 else rank for rank in reads.source.tolist()],
     )  # fmt: skip

@@ -6,7 +6,8 @@ As columns for whoever reads many at once; as `ReadSpan`s, made when somebody lo
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import overload
 
@@ -28,8 +29,8 @@ class ReadSpan:
     Attributes:
         item: What it is.
         file: Row of the chunk's file in the metadata's `FileColumns`.
-        byte_offset: Where the chunk starts in the file's data section.
-        chunk_sizes: Extent of the chunk, elements.
+        byte_offset: Where the chunk starts in the file's data section, or the array that it is a region of.
+        chunk_sizes: Extent of the chunk, or of that array, elements.
         dtype: Element type as stored.
         target_dtype: Element type of the target.
     """
@@ -75,12 +76,19 @@ class AllSpans:
             byte_offset=chunks.byte_offset[order],
             itemsize=ITEMSIZE[stored],
             ndim=self.boxes.ndim[self.wanted],
-            chunk_sizes=chunks.sizes[order],
-            offsets=(reads.offsets - chunks.offsets)[order],
+            chunk_sizes=(chunks.sizes if chunks.arrays is None else chunks.arrays.sizes)[order],
+            offsets=self._regions.storage_offsets[order],
             sizes=reads.sizes[order],
             dtype=stored,
             same_dtype=stored == target,
         )
+
+    def with_places(self, byte_offset: Int64) -> AllSpans:
+        """The same spans, with other starts of their chunks. Shape of `byte_offset`: (N,)."""
+        made = copy(self)
+        made.columns = replace(self.columns, byte_offset=byte_offset)
+        made.__dict__.pop("spans", None)
+        return made
 
     @cached_property
     def fills_box(self) -> Mask:
@@ -149,6 +157,16 @@ class ReadSpans(Sequence[ReadSpan]):
     def columns(self) -> SpanColumns:
         """These spans as columns."""
         return self.every.columns.part(self.rows.start, self.rows.stop)
+
+    def with_places(self, byte_offset: Int64) -> ReadSpans:
+        """The same regions, where a chunk's start in its file was found out later.
+
+        Args:
+            byte_offset: Where the chunk of each region starts in the file's data section. Shape (N,).
+        """
+        every = self.every.columns.byte_offset.copy()
+        every[self.rows] = byte_offset
+        return ReadSpans(self.every.with_places(every), self.rows, share_memory=self.share_memory)
 
     def __len__(self) -> int:
         return int(self.rows.stop - self.rows.start)

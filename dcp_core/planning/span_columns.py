@@ -60,7 +60,8 @@ class SpanColumns:
 
     Attributes:
         file: Row of the chunk's file in the metadata's `FileColumns`. Shape (N,).
-        byte_offset: Where the chunk (not the region) starts in the file's data section. Shape (N,).
+        byte_offset: Where the chunk (not the region) starts in the file's data section. Here and below, where a chunk
+            is a region of a larger stored array, it is the array. Shape (N,).
         itemsize: Bytes of an element as stored. Shape (N,).
         ndim: Number of dimensions. Shape (N,).
         chunk_sizes: Extent of the chunk, padded with 1 on the right. Shape (N, D), elements.

@@ -177,12 +177,13 @@ class StandardLoadPlanner(PlannerState, LoadPlanner):
         keys = [None if (tensor := tensors[leaf]) is None else tensor.storage for leaf in leaves]
         if len(set(keys) - {None}) == len(keys) - keys.count(None):
             return False
-        filled_from: dict[Hashable, tuple[bytes, bytes, tuple[Box, ...]]] = {}
+        filled_from: dict[Hashable, tuple[bytes, bytes, bytes, tuple[Box, ...]]] = {}
         for row, leaf in enumerate(boxes.leaves):
             tensor = tensors[leaf]
             if tensor is not None and tensor.storage is not None and boxes.ordinals[row] == 0:
                 chunks = boxes.stored(row).chunks
-                source = chunks.file.tobytes(), chunks.byte_offset.tobytes(), tensor.boxes
+                inside = b"" if chunks.arrays is None else chunks.arrays.offsets.tobytes() + chunks.offsets.tobytes()
+                source = chunks.file.tobytes(), chunks.byte_offset.tobytes(), inside, tensor.boxes
                 if filled_from.setdefault(tensor.storage, source) != source:
                     return True
         return False

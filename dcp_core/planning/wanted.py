@@ -16,7 +16,7 @@ import numpy as np
 
 from dcp_core.box import Box
 from dcp_core.dtype import BY_CODE, DType
-from dcp_core.metadata import ChunkColumns, Int32, Int64, StoredObject, StoredTensor, UInt8
+from dcp_core.metadata import ArrayColumns, ChunkColumns, Int32, Int64, StoredObject, StoredTensor, UInt8
 from dcp_core.state_path import StatePath
 
 MANY_CHUNKS = 512
@@ -210,6 +210,8 @@ class WantedBoxes(Sequence[Wanted]):
         offsets, sizes = np.zeros((len(wanted), width), np.int64), np.ones((len(wanted), width), np.int64)
         file, byte_offset = np.zeros(len(wanted), np.int32), np.zeros(len(wanted), np.int64)
         places = self.chunks
+        in_arrays = any(pool.arrays is not None for pool in places.pools)
+        arrays = ArrayColumns(np.zeros_like(offsets), np.ones_like(sizes)) if in_arrays else None
         row, pool = places.first[wanted] + chunk, places.pool[wanted]
         numbers = np.unique(pool).tolist()
         for number in numbers:
@@ -219,7 +221,10 @@ class WantedBoxes(Sequence[Wanted]):
             own = min(width, chunks.offsets.shape[1])
             offsets[mine, :own], sizes[mine, :own] = chunks.offsets[rows, :own], chunks.sizes[rows, :own]
             file[mine], byte_offset[mine] = chunks.file[rows], chunks.byte_offset[rows]
-        return ChunkColumns(offsets, sizes, file, byte_offset)
+            if arrays is not None:
+                start, extent = _arrays_of(chunks, rows, own)
+                arrays.offsets[mine, :own], arrays.sizes[mine, :own] = start, extent
+        return ChunkColumns(offsets, sizes, file, byte_offset, arrays)
 
 
 def padded(rows: Sequence[tuple[int, ...]], ndim: Int64, filler: int) -> Int64:
@@ -246,10 +251,22 @@ def _pooled(chunks: Sequence[ChunkColumns]) -> ChunkColumns:
     """Put chunks together, one tensor after the other."""
     rows, width = sum(map(len, chunks)), max((part.offsets.shape[1] for part in chunks), default=0)
     offsets, sizes = np.zeros((rows, width), np.int64, order="F"), np.ones((rows, width), np.int64, order="F")
+    in_arrays = any(part.arrays is not None for part in chunks)
+    arrays = ArrayColumns(np.zeros_like(offsets), np.ones_like(sizes)) if in_arrays else None
     start = 0
     for part in chunks:
         mine, own = slice(start, start + len(part)), part.offsets.shape[1]
         offsets[mine, :own], sizes[mine, :own] = part.offsets, part.sizes
+        if arrays is not None:
+            arrays.offsets[mine, :own], arrays.sizes[mine, :own] = _arrays_of(part, slice(None), own)
         start += len(part)
     file = np.concatenate([np.empty(0, np.int32), *(part.file for part in chunks)])
-    return ChunkColumns(offsets, sizes, file, np.concatenate([np.empty(0, np.int64), *(p.byte_offset for p in chunks)]))
+    byte_offset = np.concatenate([np.empty(0, np.int64), *(part.byte_offset for part in chunks)])
+    return ChunkColumns(offsets, sizes, file, byte_offset, arrays)
+
+
+def _arrays_of(chunks: ChunkColumns, rows: slice | Int64, width: int) -> tuple[Int64 | int, Int64]:
+    """Where chunks start in their arrays, and the extents of those; a chunk may be an array by itself."""
+    if chunks.arrays is None:
+        return 0, chunks.sizes[rows, :width]
+    return chunks.arrays.offsets[rows, :width], chunks.arrays.sizes[rows, :width]

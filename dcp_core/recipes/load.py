@@ -15,6 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from xxhash import xxh3_128_digest
+
 from dcp_core.coordination.frames import pack, unpack
 from dcp_core.errors import ArgumentError, CorruptError, DcpError, NotFoundError, PlanningError
 from dcp_core.execution.interfaces import CheckpointId, ReadContext, StorageReader, Verify
@@ -47,7 +49,7 @@ OBJECT_HANDED_OUT_BYTES = 1 << 20
 
 _CODEC = ObjectEncoding()
 _UNDEFINED = "reading had begun: the targets are undefined now on all ranks; load again, or another checkpoint"
-_WHOLE, _BY_RANGES, _FALL_BACK = b"W", b"R", b"F"
+_WHOLE, _ENCODED, _BY_RANGES, _FALL_BACK = b"W", b"E", b"R", b"F"
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +143,7 @@ class LoadRecipe:
         return {
             "checkpoint_id": None if options.checkpoint_id is None else str(options.checkpoint_id),
             "planner": (type(self.planner).__qualname__, self.planner.options()),
-            "storage_reader": type(self.reader).__qualname__,
+            "storage_reader": (type(self.reader).__qualname__, self.reader.options()),
             "timeout_seconds": options.timeout_seconds,
             "verify": options.verify,
             "broadcast_replicated_tensors": options.broadcast_replicated_tensors,
@@ -162,12 +164,18 @@ class LoadRecipe:
             except NotFoundError:
                 raise missing from None
             return flag + _FALL_BACK
-        blob = _metadata_bytes(self._metadata, HANDED_OUT_BYTES // len(payloads))
+        limit, alone = HANDED_OUT_BYTES // len(payloads), len(payloads) == 1
+        encoded = self.reader.encode_metadata(self._metadata)
+        if encoded is not None and len(encoded) > limit:
+            return flag + _BY_RANGES + xxh3_128_digest(encoded)
+        if encoded is not None:
+            return flag + _ENCODED + (b"" if alone else zlib.compress(encoded, 1))
+        blob = _metadata_bytes(self._metadata, limit)
         if isinstance(blob, int):
             source = self._metadata.source
             assert isinstance(source, MetadataFile)
             return flag + _BY_RANGES + source.header_digest
-        return flag + _WHOLE + (b"" if len(payloads) == 1 else zlib.compress(blob, 1))
+        return flag + _WHOLE + (b"" if alone else zlib.compress(blob, 1))
 
     def _receive_metadata(self, answer: bytes) -> None:
         """Take the description that the coordinator found."""
@@ -177,6 +185,8 @@ class LoadRecipe:
         elif not self.job.is_coordinator:
             if kind == _BY_RANGES:
                 self._metadata = self.reader.load_metadata(header_digest=body)
+            elif kind == _ENCODED:
+                self._metadata = self.reader.decode_metadata(zlib.decompress(body))
             else:
                 self._metadata = Metadata(open_bytes(zlib.decompress(body)))
 

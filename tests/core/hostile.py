@@ -20,7 +20,7 @@ from dcp_core.formats.column_codec import ColumnWriter
 from dcp_core.formats.group_directory import GroupDirectory, encode_directory
 from dcp_core.formats.metadata_blocks import encode_files, encode_objects
 from dcp_core.formats.metadata_file import MetadataColumns, assemble, encode_body, open_bytes
-from dcp_core.metadata import ChunkColumns, FileColumns
+from dcp_core.metadata import FileColumns
 from tests.core.damage import Change, Damage, bomb, edited, malicious_pickle
 from tests.core.metadata_samples import replaced
 
@@ -196,7 +196,7 @@ def holes() -> list[Damage]:
         counts = np.diff(found.tensors.row)
         first = np.ones(len(found.chunks), bool)
         first[found.tensors.row[:-1][counts > 1] + 1] = False
-        fewer = ChunkColumns(*(getattr(found.chunks, field.name)[first] for field in dataclasses.fields(ChunkColumns)))
+        fewer = found.chunks.part(first)
         row = np.concatenate(([0], np.cumsum(np.where(counts > 1, counts - 1, counts))))
         tensors = dataclasses.replace(found.tensors, row=row)
         body = encode_body(MetadataColumns(tensors, fewer, found.objects, found.nesting))

@@ -16,7 +16,10 @@ def _run(code: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize(
     "module",
-    ["dcp_core", "dcp_core.plugins", "dcp_core.testing", "dcp_torch", "dcp_torch.plugin", "dcp_mindspore.plugin"],
+    [
+        *("dcp_core", "dcp_core.plugins", "dcp_core.testing", "dcp_core.cli.main", "dcp_core.cli.convert"),
+        *("dcp_torch", "dcp_torch.plugin", "dcp_mindspore.plugin", "dcp_mindspore.offline_transform"),
+    ],
 )
 def test_importing_it_loads_no_framework(module: str) -> None:
     result = _run(f"import sys, {module}; print([name for name in {_FRAMEWORKS!r} if name in sys.modules])")

@@ -55,6 +55,7 @@ NASTY = ("a", "b", "a.b", ".", "..", "", "$", "$[", '$["a"]', "w@0", "слой 1
 KEYS: tuple[KeyValue, ...] = (*NASTY, 1, "1", True, None, 1.5, b"a", ("a", 1), 1 << 70)
 SHAPES = ((), (3,), (4, 2), (0, 2))
 DTYPES = ("float32", "float64", "float16", "int32", "bool")
+_CHUNK_COLUMNS = ("offsets", "sizes", "file", "byte_offset")
 
 # -- one table --------------------------------------------------------------------------------------------------------
 
@@ -88,7 +89,7 @@ def tensors_one_by_one(source: MetadataSource, names: Sequence[str]) -> tuple[di
         stored = source.tensors(name)
         if len(stored) == 1 and stored[0].rank == EVERY_RANK:
             tensor = stored[0]
-            chunks = [getattr(tensor.chunks, column).tolist() for column in ChunkColumns.__slots__]
+            chunks = [getattr(tensor.chunks, column).tolist() for column in _CHUNK_COLUMNS]
             found[position] = encode_path(tensor.path), tensor.dtype.code, tensor.shape, chunks
         elif stored:
             others.append(position)
@@ -370,7 +371,7 @@ def shown(found: Matches) -> Any:
     boxes = found.wanted
     for row, item in enumerate(boxes):
         tensor = item.stored
-        own = [getattr(tensor.chunks, column).tolist() for column in ChunkColumns.__slots__]
+        own = [getattr(tensor.chunks, column).tolist() for column in _CHUNK_COLUMNS]
         count = len(tensor.chunks)
         assert int(boxes.chunks.count[row]) == count
         rows = boxes.chunk_rows(np.full(count, row), np.arange(count))

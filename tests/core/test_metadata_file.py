@@ -90,6 +90,8 @@ def test_whole_columns_come_back_as_they_were_written(made: Checkpoint) -> None:
             if isinstance(expected, np.ndarray):
                 assert got.dtype == expected.dtype
                 np.testing.assert_array_equal(got, expected, err_msg=name)
+            elif expected is None:
+                assert got is None, name
             else:
                 assert list(got) == list(expected)
     assert found.nesting == columns.nesting

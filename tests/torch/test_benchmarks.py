@@ -87,6 +87,14 @@ def test_a_quick_run_loads_under_another_layout_and_names_who_takes_no_part(tmp_
     assert small["left_out"] == {"ours-replan": "loads as ours does"}
 
 
+def test_a_quick_run_loads_open_weights_on_four_ranks(tmp_path: Path) -> None:
+    found = run_quick(tmp_path, "--workloads", "open_weights", "--measures", "load", "--places", "disk")
+    [case] = found["cases"]
+    assert [row["contestant"] for row in case["timed"]] == ["ours-open", "torch-open"]
+    assert case["timed"][0]["moved"]["rchar"] >= case["needed_bytes"]
+    assert case["failure"] is None and case["left_out"] == {}
+
+
 def test_a_quick_run_measures_memory_and_the_variants_of_checksums(tmp_path: Path) -> None:
     names = ["ours", "plain-hashed", "ours-unverified", "ours-full"]
     asked = ["--workloads", "huge", "checksums", "--places", "memory", "--measures", "memory", "load"]
@@ -257,8 +265,9 @@ def test_a_workload_has_its_size_and_can_be_cut_by_its_ranks(name: str) -> None:
 
 
 def test_every_selectable_case_has_a_contestant_of_ours_and_cold_loads_are_on_disk() -> None:
-    cases = list(cases_of(list(WORKLOADS), [1, 2], ["memory", "disk"], ["save", "load", "cold", "memory"]))
+    cases = list(cases_of(list(WORKLOADS), [1, 2, 4], ["memory", "disk"], ["save", "load", "cold", "memory"]))
     assert {case.workload for case in cases} == set(WORKLOADS)
     assert all(case.place == "disk" for case in cases if case.measure == "cold")
-    assert all("ours" in taking_part(case, list(CONTESTANTS), {})[0] for case in cases)
+    for case in cases:
+        assert {"ours", "ours-open"} & set(taking_part(case, list(CONTESTANTS), {})[0])
     assert len(set(cases)) == len(cases)

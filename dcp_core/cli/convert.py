@@ -1,0 +1,165 @@
+"""`dcp convert SRC DST --to dcp|hf`: offline conversion, in one process and in bounded memory.
+
+What lies at SRC is found out by looking: a checkpoint of this library or of torch DCP, safetensors, or a file of
+`torch.save`. With `--dry-run` nothing is written, and what would be is listed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from dcp_core.cli.tables import write_table
+from dcp_core.convert.detection import checkpoint_format
+from dcp_core.convert.huggingface_files import INDEX_NAME
+from dcp_core.convert.shard_sizes import MAX_SHARD_SIZE
+from dcp_core.convert.stored_source import StoredSource
+from dcp_core.convert.to_dcp import convert_to_dcp, stored_nbytes
+from dcp_core.convert.to_huggingface import HuggingFaceConversion
+from dcp_core.errors import ArgumentError
+from dcp_core.execution.filesystem import FileSystemReader, local_path
+from dcp_core.execution.huggingface import HuggingFaceReader
+from dcp_core.execution.interfaces import StorageReader
+
+FORMATS = ("dcp", "torch-dcp", "huggingface", "torch")
+_SHOWN_SKIPPED = 20
+_TORCH = {"torch-dcp": "dcp_torch.torch_dcp", "torch": "dcp_torch.offline_transform"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.add_argument("src", metavar="SRC", help="the checkpoint: a directory or a file")
+    parser.add_argument("dst", metavar="DST", help="the directory to write")
+    parser.add_argument("--to", required=True, choices=("dcp", "hf"), help="dcp: any layout loads it; hf: safetensors")
+    parser.add_argument(
+        "--from", dest="source", choices=FORMATS, default=None, help="what SRC is; found out by looking if left out"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="write nothing; list what would be written")
+    parser.add_argument("--overwrite", action="store_true", help="replace a checkpoint or weights that are at DST")
+    parser.add_argument(
+        "--max-shard-size", default=MAX_SHARD_SIZE, metavar="SIZE", help=f"of a file, with --to hf ({MAX_SHARD_SIZE})"
+    )
+    parser.add_argument("--prefix", default="", help="convert only names under this, without it, with --to hf")
+    parser.add_argument("--dtype", default=None, help="what floating-point tensors become, with --to hf")
+    parser.add_argument(
+        "--rename",
+        nargs=2,
+        action="append",
+        default=[],
+        metavar=("PATTERN", "REPLACEMENT"),
+        help="rename tensors: a regular expression and what replaces its match; the first that matches counts. With "
+        "--to hf, or from safetensors",
+    )
+    parser.add_argument("--not-durable", action="store_true", help="do not wait for the disk")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Convert, or say what would be converted."""
+    source = arguments.source or checkpoint_format(arguments.src)
+    if arguments.to == "hf":
+        return _to_huggingface(arguments, source)
+    return _to_dcp(arguments, source)
+
+
+def _to_huggingface(arguments: argparse.Namespace, source: str) -> int:
+    renames = dict(arguments.rename) or None
+    conversion = HuggingFaceConversion(
+        _reader(arguments.src, source),
+        max_shard_size=arguments.max_shard_size,
+        prefix=arguments.prefix,
+        dtype=arguments.dtype,
+        key_map=renames,
+    )
+    files = conversion.file_tensors
+    if arguments.dry_run:
+        rows = [(name, str(len(inside)), _shown_bytes(sum(t.nbytes for t in inside))) for name, inside in files]
+        write_table(("would write", "tensors", "bytes"), rows + [(INDEX_NAME, "", "")] * (len(files) > 1))
+        _write_skipped([(entry.name, entry.reason) for entry in conversion.plan.skipped])
+        return 0
+    report = conversion.run(arguments.dst, overwrite=arguments.overwrite, durable=not arguments.not_durable)
+    sys.stdout.write(f"wrote {report.tensors} tensors, {_shown_bytes(report.nbytes)}, to {arguments.dst}\n")
+    _write_skipped([(entry.name, entry.reason) for entry in report.skipped])
+    return 0
+
+
+def _to_dcp(arguments: argparse.Namespace, source: str) -> int:
+    if arguments.prefix or arguments.dtype or arguments.max_shard_size != MAX_SHARD_SIZE:
+        raise ArgumentError("--prefix, --dtype and --max-shard-size belong to --to hf")
+    if arguments.rename and source != "huggingface":
+        raise ArgumentError("--rename with --to dcp is for safetensors; other checkpoints keep their names")
+    if not arguments.dry_run and not arguments.overwrite and _is_taken(arguments.dst):
+        raise ArgumentError(f"there is a checkpoint at {arguments.dst!r}; choose another place, or pass --overwrite")
+    durable = not arguments.not_durable
+    if source == "torch":
+        if arguments.dry_run:
+            raise ArgumentError("--dry-run cannot look into files of torch.save without reading them")
+        module = _torch_module(source)
+        module.convert_full_checkpoint_to_dcp(arguments.src, arguments.dst, "torch", durable=durable)
+        sys.stdout.write(f"wrote {arguments.dst}\n")
+        return 0
+    reader = _reader(arguments.src, source, dict(arguments.rename) or None)
+    if arguments.dry_run:
+        opened = StoredSource(reader)
+        tensors = opened.tensors()
+        opened.check(tensors)
+        rows = [
+            (tensor.name, tensor.dtype.name, str(list(tensor.shape)), _shown_bytes(stored_nbytes(tensor)))
+            for tensor in tensors
+        ]
+        rows += [(entry.name, "value", "", "") for entry in opened.objects()]
+        write_table(("would write", "type", "shape", "bytes"), rows)
+        sys.stdout.write(f"{len(tensors)} tensors, {_shown_bytes(sum(map(stored_nbytes, tensors)))}\n")
+        return 0
+    metadata = convert_to_dcp(reader, arguments.dst, durable=durable)
+    sys.stdout.write(f"wrote {len(metadata.state_dict_metadata)} tensors and values to {arguments.dst}\n")
+    return 0
+
+
+def _reader(src: str, source: str, key_map: dict[str, str] | None = None) -> StorageReader:
+    if source == "dcp":
+        return FileSystemReader(src)
+    if source == "huggingface":
+        return HuggingFaceReader(src, key_map=key_map)
+    if source == "torch-dcp":
+        reader: StorageReader = _torch_module(source).TorchDCPReader(src)
+        return reader
+    raise ArgumentError("files of torch.save become --to dcp first, and that --to hf")
+
+
+def _torch_module(source: str) -> Any:
+    """What reads torch's formats lies in torch's package, which is imported when it is needed."""
+    try:
+        return importlib.import_module(_TORCH[source])
+    except ImportError as error:
+        raise ArgumentError(f"{error}: what torch wrote is read with torch; pip install 'hyper-dcp[torch]'") from error
+
+
+def _is_taken(dst: str) -> bool:
+    return os.path.exists(os.path.join(local_path(dst), ".metadata"))
+
+
+def _write_skipped(skipped: Sequence[tuple[str, str]]) -> None:
+    if not skipped:
+        return
+    sys.stdout.write(f"not converted: {len(skipped)}\n")
+    write_table(("name", "why"), skipped[:_SHOWN_SKIPPED])
+    if len(skipped) > _SHOWN_SKIPPED:
+        sys.stdout.write(f"and {len(skipped) - _SHOWN_SKIPPED} more\n")
+
+
+def _shown_bytes(nbytes: int) -> str:
+    """Bytes for people.
+
+    >>> _shown_bytes(512), _shown_bytes(5 << 30)
+    ('512 B', '5.0 GiB')
+    """
+    size, unit = float(nbytes), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if size < 1024:
+            break
+        size, unit = size / 1024, larger
+    return f"{nbytes} B" if unit == "B" else f"{size:.1f} {unit}"

@@ -1,0 +1,197 @@
+"""The description of a Hugging Face checkpoint, as the planner asks for it: columns made from headers. Pure.
+
+Goes in: what the headers say, how names change, and which tensors are cut otherwise. Comes out: a `MetadataSource`. Its
+files have names of their own and no checksums; a tensor is one chunk, or as many as the pieces that it lies in.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from functools import lru_cache, partial
+
+import numpy as np
+from xxhash import xxh3_128_hexdigest
+
+from dcp_core.errors import CorruptError, MissingKeysError
+from dcp_core.file_names import TENSOR_FILE
+from dcp_core.formats.chunk_checks import shapes_fault
+from dcp_core.formats.columns_source import ColumnsSource, MetadataColumns
+from dcp_core.formats.cuts import Cut, lay_out
+from dcp_core.formats.huggingface_directory import SafetensorsFile, encode_files
+from dcp_core.formats.key_map import KeyMap, map_keys
+from dcp_core.formats.safetensors_parser import StoredArray, elements_of
+from dcp_core.formats.stored_layout import Extent, Layout, Piece
+from dcp_core.metadata import (
+    EVERY_RANK,
+    ArrayColumns,
+    ChunkColumns,
+    FileColumns,
+    Int64,
+    Nesting,
+    ObjectColumns,
+    SaveRecord,
+    TensorColumns,
+    WriterRecord,
+)
+from dcp_core.state_path import encode_path, key_path
+
+_log = logging.getLogger("dcp.formats")
+_NAMES_SHOWN = 10
+_USUAL_DEPTH = 8
+_PADDED_NUMBERS = 1 << 24
+
+
+class HuggingFaceSource(ColumnsSource):
+    """A `MetadataSource` over safetensors files.
+
+    Args:
+        files: What their headers say.
+        key_map: How the names of stored tensors become those of the state.
+        cuts: For tensors of the state that are cut otherwise than stored ones, how they are made of those.
+
+    Attributes:
+        described: The files.
+
+    Raises:
+        CorruptError: Headers contradict each other.
+        ArgumentError: The key map fails.
+        MissingKeysError: A cut names a tensor that is not there.
+        PlanningError: A cut does not fit the stored tensors.
+    """
+
+    def __init__(self, files: Sequence[SafetensorsFile], key_map: KeyMap | None, cuts: Mapping[str, Cut]) -> None:
+        self.described = tuple(files)
+        stored = _StoredTensors(files)
+        layouts = {new: stored.layout(old) for new, old in map_keys(key_map, stored.names).items() if new not in cuts}
+        layouts |= {key: lay_out(cut, key, partial(stored.part, key=key)) for key, cut in cuts.items()}
+        save = SaveRecord(xxh3_128_hexdigest(encode_files(files)), "")
+        super().__init__(_columns(layouts), _file_columns(files), save, WriterRecord("safetensors", "", "", 1))
+
+
+class _StoredTensors:
+    """The tensors of some files, by their names there."""
+
+    def __init__(self, files: Sequence[SafetensorsFile]) -> None:
+        self._files = files
+        self._places: dict[str, list[tuple[int, StoredArray]]] = {}
+        unusable: set[str] = set()
+        for row, file in enumerate(files):
+            for array in file.arrays:
+                if elements_of(array) is None:
+                    unusable.add(f"{array.key} ({array.file_dtype})")
+                else:
+                    self._places.setdefault(array.key, []).append((row, array))
+        if unusable:
+            shown = ", ".join(sorted(unusable)[:_NAMES_SHOWN])
+            _log.warning("%d tensors have types that cannot be loaded, and are left out: %s", len(unusable), shown)
+        self.layout = lru_cache(maxsize=None)(self._lay_out)
+
+    @property
+    def names(self) -> list[str]:
+        """All names, sorted."""
+        return sorted(self._places)
+
+    def part(self, name: str, key: str) -> Layout:
+        """The layout of a tensor that `key` is cut out of.
+
+        Raises:
+            MissingKeysError: There is no such tensor.
+        """
+        if name not in self._places:
+            near = get_close_matches(name, list(self._places)[:2000], 1, 0.8)
+            hint = f"; there is {near[0]!r}" if near else f"; there are {self.names[:_NAMES_SHOWN]} and others"
+            raise MissingKeysError(f"{key!r} is to be made of {name!r}, which the files lack{hint}")
+        return self.layout(name)
+
+    def _lay_out(self, name: str) -> Layout:
+        places = self._places[name]
+        known = [elements_of(array) for _, array in places]
+        dtype, first = known[0] if known[0] is not None else (None, ())
+        assert dtype is not None, "left out above"
+        shape, pieces = list(first), []
+        for (row, array), found in zip(places, known, strict=True):
+            assert found is not None, "left out above"
+            if found[0] != dtype or len(found[1]) != len(shape):
+                raise CorruptError(
+                    f"{self._files[row].name}: the tensor {name[:200]!a} has {found[0].name} of {found[1]}, and in "
+                    f"{self._files[places[0][0]].name} {dtype.name} of {first}: these are not shards of one tensor"
+                )
+            offsets = self._files[row].offsets.get(name, (0,) * len(shape))
+            offsets = self._in_elements(array, offsets)
+            shape = [max(whole, at + size) for whole, at, size in zip(shape, offsets, found[1], strict=True)]
+            if array.nbytes:
+                pieces.append(Piece(offsets, found[1], row, array.byte_offset, (0,) * len(shape), found[1]))
+        return Layout(dtype, tuple(shape), tuple(pieces))
+
+    @staticmethod
+    def _in_elements(array: StoredArray, offsets: Extent) -> Extent:
+        """Two 4-bit floats are one element."""
+        return (*offsets[:-1], offsets[-1] // 2) if array.file_dtype == "F4" and offsets else offsets
+
+
+def _columns(layouts: Mapping[str, Layout]) -> MetadataColumns:
+    names = sorted(layouts)
+    ordered = [layouts[name] for name in names]
+    pieces = [
+        sorted((piece.settled(layout.dtype.itemsize) for piece in layout.pieces), key=lambda piece: piece.offsets)
+        for layout in ordered
+    ]
+    depth = max((layout.ndim for layout in ordered), default=0)
+    counts = np.array([len(own) for own in pieces], np.int64)
+    rows = max(len(names), int(counts.sum()))
+    if depth > _USUAL_DEPTH and rows * depth > _PADDED_NUMBERS:
+        _refuse(f"{rows} tensors or shards with up to {depth} dimensions")
+    shape = _padded([layout.shape for layout in ordered], depth, 1)
+    dtype = np.array([layout.dtype.code for layout in ordered], np.uint8)
+    _refuse(shapes_fault(shape, dtype, counts))
+    paths = [encode_path(key_path(name)) for name in names]
+    ndim = np.array([layout.ndim for layout in ordered], np.uint8)
+    row = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+    tensors = TensorColumns(names, paths, np.full(len(names), EVERY_RANK, np.int32), dtype, ndim, shape, row)
+    chunks = _chunk_columns([piece for own in pieces for piece in own], depth)
+    nothing = np.empty(0, np.int32)
+    objects = ObjectColumns((), (), nothing, nothing.astype(np.uint8), nothing, nothing)
+    return MetadataColumns(tensors, chunks, objects, Nesting())
+
+
+def _chunk_columns(pieces: Sequence[Piece], depth: int) -> ChunkColumns:
+    arrays = None
+    if any(piece.array_sizes != piece.sizes for piece in pieces):
+        arrays = ArrayColumns(
+            _padded([piece.array_offsets for piece in pieces], depth, 0),
+            _padded([piece.array_sizes for piece in pieces], depth, 1),
+        )
+    return ChunkColumns(
+        _padded([piece.offsets for piece in pieces], depth, 0),
+        _padded([piece.sizes for piece in pieces], depth, 1),
+        np.array([piece.file for piece in pieces], np.int32),
+        np.array([piece.byte_offset for piece in pieces], np.int64),
+        arrays,
+    )
+
+
+def _file_columns(files: Sequence[SafetensorsFile]) -> FileColumns:
+    count = len(files)
+    zeros = np.zeros(count, np.int64)
+    return FileColumns(
+        rank=np.full(count, -1, np.int32),
+        part=zeros.astype(np.int32),
+        kind=np.full(count, TENSOR_FILE, np.uint8),
+        nbytes=np.array([file.nbytes for file in files], np.int64),
+        data_start=np.array([file.data_start for file in files], np.int64),
+        field_start=zeros,
+        field_nbytes=zeros,
+        digest=np.zeros((count, 2), np.uint64),
+        names=tuple(file.name for file in files),
+    )
+
+
+def _padded(rows: Sequence[Extent], depth: int, filler: int) -> Int64:
+    return np.array([(*row, *(filler,) * (depth - len(row))) for row in rows], np.int64).reshape(len(rows), depth)
+
+
+def _refuse(fault: str | None) -> None:
+    if fault is not None:
+        raise CorruptError(f"the headers of these safetensors files cannot be true: {fault}")
