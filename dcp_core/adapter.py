@@ -316,6 +316,41 @@ class Adapter(TensorAccess, Protocol):
         ...
 
 
+class StateRules:
+    """What one call knows of its state that the values alone do not tell. By default, nothing.
+
+    A package of a framework hands an object of a class of its own to `dcp_core.api`. Its methods are called where
+    errors of one rank become errors of all.
+    """
+
+    def place(self, name: str, value: Any, tensor: LocalTensor) -> LocalTensor:
+        """Say what a tensor leaf is, given its name: as described, or a shard of a larger tensor.
+
+        Args:
+            name: The leaf's name, unique on this rank.
+            value: What the user has there.
+            tensor: How adapters and describers describe it.
+
+        Raises:
+            DcpError: The value cannot be what it is said to be.
+        """
+        return tensor
+
+    def state_of(self, value: Any) -> object:
+        """The state of a Stateful object: what its `state_dict` returns."""
+        return value.state_dict()
+
+    def hand_state(self, value: Any, state: Any) -> None:
+        """Give a Stateful object the state that was loaded: call its `load_state_dict`.
+
+        Args:
+            value: The object.
+            state: What `state_of` returned, with containers copied, its tensors filled in place and its plain values
+                replaced.
+        """
+        value.load_state_dict(state)
+
+
 class Describer(Protocol):
     """One foreign tensor type."""
 

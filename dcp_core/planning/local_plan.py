@@ -21,6 +21,7 @@ from dcp_core.state_path import PerRank, StatePath, decode_path, spell_plain_nam
 from dcp_core.state_tree import FlatState, flatten
 
 Describe = Callable[[Any], LocalTensor | None]
+Place = Callable[[str, Any, LocalTensor], LocalTensor]
 
 _Cell = TypeVar("_Cell")
 
@@ -103,8 +104,13 @@ class LocalState:
         return _LazyLeaves(self)
 
 
-def read_state(state: Mapping[Any, Any], describe: Describe) -> LocalState:
+def read_state(state: Mapping[Any, Any], describe: Describe, place: Place | None = None) -> LocalState:
     """Walk a state and describe its tensors, each once.
+
+    Args:
+        state: The state.
+        describe: Describes a tensor; None for any other value.
+        place: Corrects the description of a tensor by its name.
 
     Raises:
         UnsupportedValueError: A value that cannot be stored, named by its key.
@@ -136,12 +142,25 @@ def read_state(state: Mapping[Any, Any], describe: Describe) -> LocalState:
     for name, error in zip(names, found, strict=True) if failed else ():
         if isinstance(error, DcpError):
             raise type(error)(f"{name!r}: {error}") from error
+    if place is not None:
+        found = [
+            tensor if tensor is None or isinstance(tensor, DcpError) else _placed(place, name, value, tensor)
+            for name, value, tensor in zip(names, flat.values, found, strict=True)
+        ]
     rows = _plan_order(flat)
     tensors: list[Any] = [found[row] for row in rows]
     return LocalState(
         _picked(flat.paths, rows), _picked(flat.plain_names, rows), _picked(names, rows), _picked(flat.values, rows),
         tuple(tensors), flat,
     )  # fmt: skip
+
+
+def _placed(place: Place, name: str, value: Any, tensor: LocalTensor) -> LocalTensor:
+    """The description of a named tensor, corrected; what goes wrong is named by its key."""
+    try:
+        return place(name, value, tensor)
+    except DcpError as error:
+        raise type(error)(f"{name!r}: {error}") from error
 
 
 def _plan_order(flat: FlatState) -> list[int]:

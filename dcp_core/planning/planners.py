@@ -57,6 +57,8 @@ class PlannerContext:
         is_coordinator: True where the global plan is made.
         use_collectives: False where there is no global view: dedup and plan caching are off.
         metadata: The checkpoint's description (load only).
+        place: What is known of a tensor leaf by its name: takes name, value and description, gives the description
+            that counts. None: nothing.
     """
 
     describe: Callable[[Any], LocalTensor | None]
@@ -66,6 +68,7 @@ class PlannerContext:
     is_coordinator: bool = True
     use_collectives: bool = True
     metadata: Metadata | None = None
+    place: Callable[[str, Any, LocalTensor], LocalTensor] | None = None
 
 
 class SavePlanner(ABC):
