@@ -3,18 +3,22 @@
 In: placements, mesh shape, the rank's coordinate, global shape: plain values, no mesh, no communication.
 Out: the global boxes of the local tensor, and for each the slices of the local tensor that hold it.
 
-A `Shard` cuts the runs of a dimension (see `dcp_core.planning.runs`) as `torch.chunk` does; a `_StridedShard` (FSDP2
-over tensor parallelism) first cuts them into `split_factor` pieces, and takes its part of each.
+Along one dimension a local tensor is a list of *runs*, half-open ranges of global indices in local order. A `Shard`
+cuts that list as `torch.chunk` does; a `_StridedShard` (FSDP2 over tensor parallelism) first cuts it into
+`split_factor` pieces, and takes its part of each.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
+from dcp_core.box import Box
 from dcp_core.errors import UnsupportedValueError
-from dcp_core.planning.runs import Layout, Run, layout_of_runs, length_of_runs, merge_runs, take_runs, whole_runs
+
+Run = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +36,21 @@ class Cut:
     chunks: int
     index: int
     split_factor: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What one rank holds of one tensor.
+
+    Attributes:
+        local_shape: Shape of the local tensor.
+        boxes: Its boxes in the global tensor, in the order of the local memory; none when it is empty.
+        slices: For each box, where in the local tensor it lies.
+    """
+
+    local_shape: tuple[int, ...]
+    boxes: tuple[Box, ...]
+    slices: tuple[tuple[slice, ...], ...]
 
 
 def placement_cuts(
@@ -105,10 +124,18 @@ def local_layout(global_shape: Sequence[int], cuts: Sequence[Cut]) -> Layout:
     >>> local_layout((8, 2), [Cut(0, 2, 1, split_factor=2)]).boxes
     (Box(offsets=(2, 0), sizes=(2, 2)), Box(offsets=(6, 0), sizes=(2, 2)))
     """
-    runs = [whole_runs(size) for size in global_shape]
+    runs: list[list[Run]] = [[(0, size)] if size else [] for size in global_shape]
     for cut in cuts:
         runs[cut.dim] = cut_runs(runs[cut.dim], cut)
-    return layout_of_runs(runs)
+    local_shape = tuple(sum(stop - start for start, stop in of_dim) for of_dim in runs)
+    placed = [_place(of_dim) for of_dim in runs]
+    boxes: list[Box] = []
+    slices: list[tuple[slice, ...]] = []
+    for combination in product(*placed):
+        sizes = tuple(stop - start for (start, stop), _ in combination)
+        boxes.append(Box(tuple(start for (start, _), _ in combination), sizes))
+        slices.append(tuple(slice(at, at + size) for (_, at), size in zip(combination, sizes, strict=True)))
+    return Layout(local_shape, tuple(boxes), tuple(slices))
 
 
 def cut_runs(runs: Sequence[Run], cut: Cut) -> list[Run]:
@@ -117,16 +144,48 @@ def cut_runs(runs: Sequence[Run], cut: Cut) -> list[Run]:
     >>> cut_runs([(0, 5)], Cut(0, 4, 2)), cut_runs([(0, 10)], Cut(0, 2, 0, split_factor=2))
     ([(4, 5)], [(0, 3), (5, 8)])
     """
-    length = length_of_runs(runs)
+    length = sum(stop - start for start, stop in runs)
     found: list[Run] = []
     for piece in range(cut.split_factor):
         start, stop = _chunk(length, cut.split_factor, piece)
         begin, end = _chunk(stop - start, cut.chunks, cut.index)
-        found.extend(take_runs(runs, start + begin, start + end))
-    return merge_runs(found)
+        found.extend(_take(runs, start + begin, start + end))
+    return _merged(found)
 
 
 def _chunk(length: int, chunks: int, index: int) -> Run:
     """Which part `torch.chunk` gives to `index`: parts of equal, rounded-up size, the last ones short or empty."""
     size = -(-length // chunks)
     return min(size * index, length), min(size * (index + 1), length)
+
+
+def _take(runs: Sequence[Run], start: int, stop: int) -> list[Run]:
+    """The part of concatenated runs between two local positions."""
+    found: list[Run] = []
+    at = 0
+    for begin, end in runs:
+        low, high = max(start - at, 0), min(stop - at, end - begin)
+        if low < high:
+            found.append((begin + low, begin + high))
+        at += end - begin
+    return found
+
+
+def _merged(runs: Sequence[Run]) -> list[Run]:
+    found: list[Run] = []
+    for start, stop in runs:
+        if found and found[-1][1] == start:
+            found[-1] = (found[-1][0], stop)
+        else:
+            found.append((start, stop))
+    return found
+
+
+def _place(runs: Sequence[Run]) -> list[tuple[Run, int]]:
+    """Each run with its local position."""
+    found: list[tuple[Run, int]] = []
+    at = 0
+    for start, stop in runs:
+        found.append(((start, stop), at))
+        at += stop - start
+    return found
