@@ -17,6 +17,7 @@ from dcp_core.dtype import DType
 from dcp_core.planning.leaves import DeviceTransfers, LocalTensor
 from dcp_torch import channel, elements
 from dcp_torch.describers import describe_tensor
+from dcp_torch.laid_out import describe_laid_out, layout_of
 from dcp_torch.transfers import transfers_of
 
 
@@ -29,13 +30,15 @@ class TorchAdapter:
     def describe(self, value: Any) -> LocalTensor | None:
         """Describe a torch tensor, DTensor or ShardedTensor; None for a value that is no tensor.
 
+        A value that is no `torch.Tensor` but has the surface of HyperParallel's DTensor, and torch's memory, is one.
+
         Raises:
             UnsupportedValueError: A tensor that cannot be stored as it is: a Partial, an unknown subclass, a sparse,
                 quantized, nested or meta tensor, or a dtype that the file format lacks.
         """
-        if not isinstance(value, torch.Tensor):
-            return None
-        return describe_tensor(value, self)
+        if isinstance(value, torch.Tensor):
+            return describe_tensor(value, self)
+        return describe_laid_out(value, self) if layout_of(value) is not None else None
 
     def host_array(self, view: torch.Tensor) -> npt.NDArray[Any] | None:
         """The view's raw bits, sharing its memory; None off the host, and for lazily conjugated or negated views."""

@@ -14,8 +14,8 @@ import torch
 from dcp_core.dtype import dtype_named
 from dcp_core.errors import CorruptError
 from dcp_core.formats.objects import ObjectCodec
-from dcp_torch.describers import plain_memory
 from dcp_torch.elements import dtype_of, read_bits, tensor_of_bits
+from dcp_torch.memory import plain_memory
 
 
 def _encode_tensor(value: Any) -> object:

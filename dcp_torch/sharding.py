@@ -1,56 +1,18 @@
-"""Where a shard lies in its global tensor: placements to boxes, as torch lays elements out.
+"""What DTensor placements mean: placements to cuts, as torch lays elements out.
 
-In: placements, mesh shape, the rank's coordinate, global shape: plain values, no mesh, no communication.
-Out: the global boxes of the local tensor, and for each the slices of the local tensor that hold it.
-
-Along one dimension a local tensor is a list of *runs*, half-open ranges of global indices in local order. A `Shard`
-cuts that list as `torch.chunk` does; a `_StridedShard` (FSDP2 over tensor parallelism) first cuts it into
-`split_factor` pieces, and takes its part of each.
+In: placements, mesh shape, the rank's coordinate: plain values, no mesh, no communication. Out: cuts, which
+`dcp_core.planning.cuts` turns into boxes. A `Shard` cuts as `torch.chunk` does; a `_StridedShard` (FSDP2 over tensor
+parallelism) is a strided cut. A `RaggedShard`, which extensions of DTensor bring, is a range of the flattened tensor.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import product
 from typing import Any
 
-from dcp_core.box import Box
 from dcp_core.errors import UnsupportedValueError
-
-Run = tuple[int, int]
-
-
-@dataclass(frozen=True, slots=True)
-class Cut:
-    """One mesh dimension that cuts one tensor dimension.
-
-    Attributes:
-        dim: Tensor dimension.
-        chunks: Size of the mesh dimension.
-        index: The rank's coordinate on it.
-        split_factor: Pieces that are cut one by one; 1 for a plain `Shard`.
-    """
-
-    dim: int
-    chunks: int
-    index: int
-    split_factor: int = 1
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """What one rank holds of one tensor.
-
-    Attributes:
-        local_shape: Shape of the local tensor.
-        boxes: Its boxes in the global tensor, in the order of the local memory; none when it is empty.
-        slices: For each box, where in the local tensor it lies.
-    """
-
-    local_shape: tuple[int, ...]
-    boxes: tuple[Box, ...]
-    slices: tuple[tuple[slice, ...], ...]
+from dcp_core.planning.cuts import Cut
+from dcp_core.planning.ragged import ragged_range
 
 
 def placement_cuts(
@@ -114,78 +76,31 @@ def _placement_cut(placement: Any, chunks: int, index: int, ndim: int) -> Cut | 
     return Cut(dim, chunks, index, int(getattr(placement, "split_factor", 1)))
 
 
-def local_layout(global_shape: Sequence[int], cuts: Sequence[Cut]) -> Layout:
-    """Where the local tensor of a rank lies.
+def ragged_part(
+    placements: Sequence[Any], mesh_shape: Sequence[int], coordinate: Sequence[int], global_shape: Sequence[int]
+) -> tuple[int, int] | None:
+    """Which range of the flattened tensor a `RaggedShard` leaves here, as extensions of DTensor define it.
 
     Args:
+        placements: One a mesh dimension; a ragged one has `dims` and `local_units`.
+        mesh_shape: Ranks along each mesh dimension.
+        coordinate: This rank's place on the mesh.
         global_shape: Shape of the whole tensor.
-        cuts: What cuts it, in order.
 
-    >>> local_layout((8, 2), [Cut(0, 2, 1, split_factor=2)]).boxes
-    (Box(offsets=(2, 0), sizes=(2, 2)), Box(offsets=(6, 0), sizes=(2, 2)))
+    Returns:
+        First element and one past the last; None where no placement is ragged.
+
+    Raises:
+        UnsupportedValueError: Units that do not fit, or something else that cuts the tensor besides.
     """
-    runs: list[list[Run]] = [[(0, size)] if size else [] for size in global_shape]
-    for cut in cuts:
-        runs[cut.dim] = cut_runs(runs[cut.dim], cut)
-    local_shape = tuple(sum(stop - start for start, stop in of_dim) for of_dim in runs)
-    placed = [_place(of_dim) for of_dim in runs]
-    boxes: list[Box] = []
-    slices: list[tuple[slice, ...]] = []
-    for combination in product(*placed):
-        sizes = tuple(stop - start for (start, stop), _ in combination)
-        boxes.append(Box(tuple(start for (start, _), _ in combination), sizes))
-        slices.append(tuple(slice(at, at + size) for (_, at), size in zip(combination, sizes, strict=True)))
-    return Layout(local_shape, tuple(boxes), tuple(slices))
-
-
-def cut_runs(runs: Sequence[Run], cut: Cut) -> list[Run]:
-    """The runs that remain after one more cut.
-
-    >>> cut_runs([(0, 5)], Cut(0, 4, 2)), cut_runs([(0, 10)], Cut(0, 2, 0, split_factor=2))
-    ([(4, 5)], [(0, 3), (5, 8)])
-    """
-    length = sum(stop - start for start, stop in runs)
-    found: list[Run] = []
-    for piece in range(cut.split_factor):
-        start, stop = _chunk(length, cut.split_factor, piece)
-        begin, end = _chunk(stop - start, cut.chunks, cut.index)
-        found.extend(_take(runs, start + begin, start + end))
-    return _merged(found)
-
-
-def _chunk(length: int, chunks: int, index: int) -> Run:
-    """Which part `torch.chunk` gives to `index`: parts of equal, rounded-up size, the last ones short or empty."""
-    size = -(-length // chunks)
-    return min(size * index, length), min(size * (index + 1), length)
-
-
-def _take(runs: Sequence[Run], start: int, stop: int) -> list[Run]:
-    """The part of concatenated runs between two local positions."""
-    found: list[Run] = []
-    at = 0
-    for begin, end in runs:
-        low, high = max(start - at, 0), min(stop - at, end - begin)
-        if low < high:
-            found.append((begin + low, begin + high))
-        at += end - begin
-    return found
-
-
-def _merged(runs: Sequence[Run]) -> list[Run]:
-    found: list[Run] = []
-    for start, stop in runs:
-        if found and found[-1][1] == start:
-            found[-1] = (found[-1][0], stop)
-        else:
-            found.append((start, stop))
-    return found
-
-
-def _place(runs: Sequence[Run]) -> list[tuple[Run, int]]:
-    """Each run with its local position."""
-    found: list[tuple[Run, int]] = []
-    at = 0
-    for start, stop in runs:
-        found.append(((start, stop), at))
-        at += stop - start
-    return found
+    found = [at for at, placement in enumerate(placements) if hasattr(placement, "local_units")]
+    if not found:
+        return None
+    at, units = found[0], tuple(placements[found[0]].local_units)
+    others = [placement for mesh_dim, placement in enumerate(placements) if mesh_dim != at]
+    if len(units) != mesh_shape[at] or not all(placement.is_replicate() for placement in others):
+        raise UnsupportedValueError(
+            f"placements {list(placements)} on a mesh {tuple(mesh_shape)}: a ragged shard is described with as many "
+            "units as ranks on its mesh dimension, and Replicate() on all others; redistribute() the tensor"
+        )
+    return ragged_range(global_shape, tuple(placements[at].dims), units, coordinate[at])

@@ -19,9 +19,10 @@ from torch.distributed.tensor.placement_types import Partial, Placement, Replica
 
 from dcp_core.box import slices as box_slices
 from dcp_core.errors import UnsupportedValueError
+from dcp_core.planning.cuts import Cut, cut_runs, local_layout
 from dcp_core.planning.leaves import LocalTensor
 from dcp_torch.adapter import TorchAdapter
-from dcp_torch.sharding import Cut, cut_runs, local_layout, placement_cuts
+from dcp_torch.sharding import placement_cuts
 from tests.torch.gloo_ranks import TorchRank, run_gloo
 
 ADAPTER = TorchAdapter()
