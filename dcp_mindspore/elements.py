@@ -129,11 +129,11 @@ def host_bits(tensor: Any, dtype: DType) -> Bits:
     shape = tuple(tensor.shape)
     if 0 in shape:
         return np.empty(shape, dtype.bits)
-    if dtype.numpy is not None or dtype.name == "bfloat16":
-        if tensor.is_contiguous() and tensor.storage_offset() == 0:
-            array: Bits = tensor.asnumpy()
-            if array.__array_interface__["data"][0] == tensor.data_ptr():
-                return array if array.dtype is dtype.bits else array.view(dtype.bits)
+    is_known = dtype.numpy is not None or dtype.name == "bfloat16"
+    if is_known and tensor.is_contiguous() and tensor.storage_offset() == 0:
+        array: Bits = tensor.asnumpy()
+        if array.__array_interface__["data"][0] == tensor.data_ptr():
+            return array if array.dtype is dtype.bits else array.view(dtype.bits)
     return _at_address(tensor, shape, dtype)
 
 
