@@ -323,18 +323,23 @@ class StateRules:
     errors of one rank become errors of all.
     """
 
-    def place(self, name: str, value: Any, tensor: LocalTensor) -> LocalTensor:
-        """Say what a tensor leaf is, given its name: as described, or a shard of a larger tensor.
+    def place(
+        self, names: Sequence[str], values: Sequence[Any], tensors: Sequence[LocalTensor | None]
+    ) -> Sequence[LocalTensor | None]:
+        """Say what the tensors of a state are, given their names: as described, or shards of larger tensors.
 
         Args:
-            name: The leaf's name, unique on this rank.
-            value: What the user has there.
-            tensor: How adapters and describers describe it.
+            names: Of all leaves, unique on this rank.
+            values: What the user has there.
+            tensors: How adapters and describers describe them; None for a leaf that is no tensor.
+
+        Returns:
+            The descriptions that count.
 
         Raises:
-            DcpError: The value cannot be what it is said to be.
+            DcpError: A value cannot be what it is said to be. Names its key.
         """
-        return tensor
+        return tensors
 
     def state_of(self, value: Any) -> object:
         """The state of a Stateful object: what its `state_dict` returns."""

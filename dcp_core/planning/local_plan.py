@@ -14,14 +14,14 @@ import numpy as np
 
 from dcp_core.errors import AdapterError, DcpError, UnsupportedValueError
 from dcp_core.metadata import Int32, Int64, UInt8, UInt64
-from dcp_core.planning.leaves import LocalTensor
+from dcp_core.planning.leaves import LocalTensor, Place
 from dcp_core.planning.local_table import COMPARED, OBJECT, PER_RANK, PICKLED, RAGGED, TENSOR, LocalTable
 from dcp_core.planning.value_samples import tensor_digest
 from dcp_core.state_path import PerRank, StatePath, decode_path, spell_plain_names
 from dcp_core.state_tree import FlatState, flatten
 
 Describe = Callable[[Any], LocalTensor | None]
-Place = Callable[[str, Any, LocalTensor], LocalTensor]
+
 
 _Cell = TypeVar("_Cell")
 
@@ -110,7 +110,7 @@ def read_state(state: Mapping[Any, Any], describe: Describe, place: Place | None
     Args:
         state: The state.
         describe: Describes a tensor; None for any other value.
-        place: Corrects the description of a tensor by its name.
+        place: Corrects the descriptions of tensors by their names.
 
     Raises:
         UnsupportedValueError: A value that cannot be stored, named by its key.
@@ -142,25 +142,18 @@ def read_state(state: Mapping[Any, Any], describe: Describe, place: Place | None
     for name, error in zip(names, found, strict=True) if failed else ():
         if isinstance(error, DcpError):
             raise type(error)(f"{name!r}: {error}") from error
-    if place is not None:
-        found = [
-            tensor if tensor is None or isinstance(tensor, DcpError) else _placed(place, name, value, tensor)
-            for name, value, tensor in zip(names, flat.values, found, strict=True)
-        ]
+    described: Sequence[Any] = found if place is None else place(names, flat.values, _without_errors(found))
     rows = _plan_order(flat)
-    tensors: list[Any] = [found[row] for row in rows]
+    tensors: list[Any] = [described[row] for row in rows]
     return LocalState(
         _picked(flat.paths, rows), _picked(flat.plain_names, rows), _picked(names, rows), _picked(flat.values, rows),
         tuple(tensors), flat,
     )  # fmt: skip
 
 
-def _placed(place: Place, name: str, value: Any, tensor: LocalTensor) -> LocalTensor:
-    """The description of a named tensor, corrected; what goes wrong is named by its key."""
-    try:
-        return place(name, value, tensor)
-    except DcpError as error:
-        raise type(error)(f"{name!r}: {error}") from error
+def _without_errors(found: Sequence[LocalTensor | DcpError | None]) -> list[LocalTensor | None]:
+    """The descriptions, now that no leaf is left without one."""
+    return [None if isinstance(tensor, DcpError) else tensor for tensor in found]
 
 
 def _plan_order(flat: FlatState) -> list[int]:
