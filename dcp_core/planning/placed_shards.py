@@ -100,6 +100,16 @@ def place_by_chunk(tensor: LocalTensor, chunk: ChunkInfo) -> LocalTensor:
     return _placed(tensor, chunk.global_shape, boxes, views, chunk.replica_ranks)
 
 
+def place_nowhere(tensor: LocalTensor, shape: tuple[int, ...]) -> LocalTensor:
+    """Describe a local tensor that is no part of the global one, on a rank outside its layout.
+
+    Args:
+        tensor: The local tensor as a whole one.
+        shape: Global shape.
+    """
+    return replace(tensor, global_shape=shape, boxes=(), views=(), storage=None, plain=False)
+
+
 def _reshaped(part: Any, sizes: tuple[int, ...]) -> Any:
     if not hasattr(part, "reshape"):
         raise UnsupportedValueError(
