@@ -64,7 +64,7 @@ class TorchBroadcasts(StoreBroadcasts[Meeting, TorchBroadcastGroup]):
         """A group over a communicator."""
         return TorchBroadcastGroup(communicator, meeting, timeout_seconds)
 
-    def find(self, given: Any, device: str) -> Communicator | None:
+    def find(self, given: Any, device: str, meeting: Meeting) -> Communicator | None:
         """What a process group, or one that a mesh's name stands for, carries this type of device by."""
         return given_communicator(group_named(given) if isinstance(given, str) else given, device)
 

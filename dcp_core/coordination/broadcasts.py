@@ -52,7 +52,7 @@ class StoreBroadcasts(ABC, Generic[M, G]):
         """A group over a communicator."""
 
     @abstractmethod
-    def find(self, given: Any, device: str) -> Communicator | None:
+    def find(self, given: Any, device: str, meeting: M) -> Communicator | None:
         """What a group that was given carries this type of device by; None: it does not.
 
         Raises:
@@ -110,22 +110,22 @@ class StoreBroadcasts(ABC, Generic[M, G]):
         meeting = self.meeting(self._connected(), f"{self._prefix}/{token}", device, ranks)
         self._meetings.append(meeting)
         try:
-            communicator = self._find(ranks, given, device) or self._make(meeting, ranks, device, timeout_seconds)
+            communicator = self._find(meeting, given, device) or self._make(meeting, ranks, device, timeout_seconds)
         except CoordinationError as error:
             with contextlib.suppress(RuntimeError):
                 meeting.give_up(first_clause(error))
             raise
         return self.group(communicator, meeting, timeout_seconds)
 
-    def _find(self, ranks: tuple[int, ...], given: Any | None, device: str) -> Communicator | None:
+    def _find(self, meeting: M, given: Any | None, device: str) -> Communicator | None:
         if given is None:
             return None
         try:
-            return self.find(given, device)
+            return self.find(given, device, meeting)
         except (RuntimeError, KeyError, TypeError, ValueError) as error:
             raise CoordinationError(
-                f"rank {self.rank} does not have the group of ranks {shown(ranks)} any more that it had when the load "
-                f"began ({error}); let no other thread destroy process groups while a load runs"
+                f"rank {self.rank} does not have the group of ranks {shown(meeting.ranks)} any more that it had when "
+                f"the load began ({error}); let no other thread destroy process groups while a load runs"
             ) from error
 
     def _make(self, meeting: M, ranks: tuple[int, ...], device: str, timeout_seconds: float) -> Communicator:

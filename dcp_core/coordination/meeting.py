@@ -8,7 +8,7 @@ is still there, would learn of it only when their time is up.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import xxhash
 
@@ -34,6 +34,11 @@ class Meeting:
         device: What type of device the group is for.
         ranks: Global ranks of the members.
         rank: Global rank of this one.
+
+    Attributes:
+        name: Of the group, new in the store.
+        has_gathered: Whether `gather` was called.
+        leftovers: What else `remove` does.
     """
 
     def __init__(self, store: Store, load: str, device: str, ranks: Sequence[int], rank: int) -> None:
@@ -44,6 +49,7 @@ class Meeting:
         self._board_of_all = PrefixedStore(load, store)
         self._told: list[PrefixedStore] = []
         self.has_gathered = False
+        self.leftovers: list[Callable[[], None]] = []
         self._is_removed = False
 
     @property
@@ -142,6 +148,8 @@ class Meeting:
                 self._board.delete_key(_READY)
         for board in self._told:
             board.delete_key(_FAILED)
+        for remove in self.leftovers:
+            remove()
         self._is_removed = True
 
     def _tell(self, board: PrefixedStore, reason: str) -> None:
