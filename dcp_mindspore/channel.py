@@ -238,7 +238,7 @@ def _own_store(name: str, ranks: tuple[int, ...], rank: int) -> Any:
     store, told, problem = None, "", ""
     if rank == 0:
         try:
-            store = _host(_own_address())
+            store = host_store(_own_address())
             told = f"{store.host}:{store.port}"
         except (RuntimeError, OSError) as error:
             problem = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
@@ -259,7 +259,7 @@ def _own_store(name: str, ranks: tuple[int, ...], rank: int) -> Any:
         ) from error
 
 
-def _host(address: str) -> Any:
+def host_store(address: str) -> Any:
     """A store in this process, on a port that was free: the framework does not choose one."""
     for attempt in range(_TRIES):
         with socket.socket() as probe:
