@@ -22,6 +22,7 @@ from dcp_core.planning.leaves import LocalTensor
 from dcp_core.planning.placed_shards import place_by_chunk, place_by_layout
 from dcp_core.planning.strategy_layouts import KnownLayout, known_layout, layouts_of_rank
 from dcp_mindspore.annotate import chunk_of
+from dcp_mindspore.describers import describe_laid_out, is_laid_out
 from dcp_mindspore.optimizer_state import OptimizerState, kept_for
 
 _logger = logging.getLogger("dcp.mindspore")
@@ -96,7 +97,8 @@ class MindSporeRules(StateRules):
     def _place(self, name: str, value: Any, tensor: LocalTensor, layouts: _Layouts) -> LocalTensor:
         try:
             if not tensor.plain:
-                return tensor
+                # The rank of this call's group counts, which is another than the job's where a group is passed.
+                return (describe_laid_out(value, layouts.rank) or tensor) if is_laid_out(value) else tensor
             own = layouts.of(value)
             if own is not None:
                 return place_by_layout(tensor, own, layouts.rank)
@@ -198,7 +200,10 @@ class _Layouts:
 
     def _read(self, name: str) -> KnownLayout:
         if name not in self._known:
-            self._known[name] = known_layout(self._given[name], self.rank)
+            try:
+                self._known[name] = known_layout(self._given[name], self.rank)
+            except DcpError as error:
+                raise type(error)(f"layouts[{name!r}]: {error}") from error
         return self._known[name]
 
 

@@ -77,7 +77,7 @@ def test_boxes_are_what_mindspores_own_slicer_gives() -> None:
             named = [axis for axis in used if axis != -1]
             if len(set(named)) != len(named):
                 continue
-            source = (matrix, tensor_map, [], 0, True, "", [8, 8])
+            source: Any = (matrix, tensor_map, [], 0, True, "", [8, 8])
             for rank in range(math.prod(matrix)):
                 ours = by_layout(source, rank, (8, 8), whole)
                 assert np.array_equal(ours.reshape(-1), mindspore_slice(whole, matrix, tensor_map, rank).reshape(-1))
