@@ -129,8 +129,9 @@ class BroadcastWork(Protocol):
 class BroadcastGroup(Protocol):
     """Ranks that broadcast to each other: the same broadcasts, of the same sizes, in the same order on all of them.
 
-    A *view* is a part of a tensor, as a planner acquires it; a *wire* is contiguous bytes on the same device, in what
-    the framework broadcasts. All views of one broadcast have one dtype.
+    A *view* is a part of a tensor: a numpy array of its raw bits where it lies in host memory as it is, else what a
+    planner acquires. A *wire* is contiguous bytes on the same device, in what the framework broadcasts. All views of
+    one broadcast have one dtype.
     """
 
     def wire(self, view: Any) -> Any | None:

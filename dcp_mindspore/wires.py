@@ -64,6 +64,8 @@ def wire_of(view: Any) -> HostWire | None:
     """A view's own memory as bytes; None where that is not contiguous host memory."""
     if isinstance(view, DeviceView) or not view.flags.c_contiguous or not view.flags.writeable:
         return None
+    if view.dtype != view.dtype.newbyteorder("<"):
+        return None
     wire: HostWire = view.reshape(-1).view(np.uint8)
     return wire
 
@@ -82,7 +84,7 @@ def pack(views: Sequence[Any], wire: Any) -> None:
             elements = view.part().contiguous().view(-1)
             part.take(elements.view(mindspore.uint8))
         else:
-            part.view(view.dtype).reshape(view.shape)[...] = view
+            _elements(part, view)[...] = view
 
 
 def unpack(wire: Any, views: Sequence[Any]) -> None:
@@ -92,7 +94,12 @@ def unpack(wire: Any, views: Sequence[Any]) -> None:
             elements = part.to_send().view(view.tensor.dtype).view(view.shape)
             view.tensor[slices(view.box)] = elements
         else:
-            view[...] = part.view(view.dtype).reshape(view.shape)
+            view[...] = _elements(part, view)
+
+
+def _elements(part: HostWire, view: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """A part of a wire as the elements of an array."""
+    return part.view(view.dtype.newbyteorder("<")).reshape(view.shape)
 
 
 def _pairs(views: Sequence[Any], wire: Any) -> Iterator[tuple[Any, Any]]:

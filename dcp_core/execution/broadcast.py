@@ -122,12 +122,17 @@ class BroadcastWalker:
             self._try(lambda: oldest.group.unpack(oldest.wire, oldest.views))
 
     def _view(self, part: int) -> Any:
-        """The part of a target that a part of the schedule is."""
+        """The part of a target that a part of the schedule is: an array where it lies in host memory as it is.
+
+        A state may hold tensors of several frameworks, and arrays; groups know arrays and tensors of their own.
+        """
         row, first, last = (int(column[part]) for column in (self._parts.row, self._parts.first, self._parts.last))
         view, access = self._target_of(row)
         sizes = self._boxes.boxes[row].sizes
         box = box_of_run(first, last, sizes)
-        return view if box.sizes == sizes else access.narrow(view, box)
+        found = view if box.sizes == sizes else access.narrow(view, box)
+        array = access.host_array(found)
+        return found if array is None else array
 
     def _try(self, action: Callable[[], object]) -> bool:
         """Do something, and remember the first error."""

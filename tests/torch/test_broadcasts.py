@@ -8,15 +8,18 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import FileStore  # type: ignore[attr-defined]  # torch lists no exports
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+import dcp_torch
 from dcp_core.adapter import BroadcastGroup, Broadcasts, BroadcastWork
 from dcp_core.errors import ArgumentError, CoordinationError, CoordinationTimeoutError
 from dcp_torch import broadcasts as broadcasts_module
@@ -191,6 +194,38 @@ def test_views_of_a_batch_are_copied_in_one_operation(monkeypatch: pytest.Monkey
     wires.pack(views, wire)
     wires.unpack(wire, views)
     assert calls == [50, 50]
+
+
+@pytest.mark.parametrize("dtype", ["u1", "<u2", "<f4", ">f4", "<c16", "<u8", "?", ">i2"])
+def test_arrays_go_through_a_wire_as_they_are(dtype: str) -> None:
+    whole = np.random.default_rng(0).integers(0, 200, (4, 6)).astype(dtype)
+    frozen = whole.copy()
+    frozen.flags.writeable = False
+    views = [whole, whole[::2, ::-1], whole.T, frozen]
+    wire = wires.new_wire(sum(view.nbytes for view in views), views[0])
+    wires.pack(views, wire)
+    assert wire.numpy().tobytes() == b"".join(view.astype(view.dtype.newbyteorder("<")).tobytes() for view in views)
+    targets = [np.zeros_like(whole), np.zeros((4, 6), dtype)[::2, ::-1], np.zeros((6, 4), dtype), np.zeros_like(whole)]
+    wires.unpack(wire, targets)
+    assert all((target == view).all() for target, view in zip(targets, views, strict=True))
+    own = wires.wire_of(whole)
+    assert (
+        (own is None) == (dtype in (">f4", ">i2")) and wires.wire_of(frozen) is None and wires.wire_of(whole.T) is None
+    )
+    assert own is None or own.data_ptr() == whole.ctypes.data
+
+
+def load_arrays(rank: TorchRank, path: str) -> None:
+    state: dict[str, Any] = {"small": np.arange(5), "odd": np.arange(6, dtype=">f4"), "large": np.arange(1 << 18)}
+    state["tensor"] = torch.arange(5)
+    dcp_torch.save(state, checkpoint_id=path)
+    found = {name: value * 0 for name, value in state.items()}
+    dcp_torch.load(found, checkpoint_id=path, timeout_seconds=SECONDS)
+    assert all((found[name] == value).all() for name, value in state.items())
+
+
+def test_arrays_in_a_state_are_read_once_and_broadcast_too(tmp_path: Path) -> None:
+    run_gloo(load_arrays, 2, str(tmp_path / "c"))
 
 
 def test_views_that_do_not_fill_the_wire_are_refused() -> None:
