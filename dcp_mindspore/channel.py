@@ -259,15 +259,23 @@ def _own_store(name: str, ranks: tuple[int, ...], rank: int) -> Any:
         ) from error
 
 
-def host_store(address: str) -> Any:
-    """A store in this process, on a port that was free: the framework does not choose one."""
+def host_store(address: str, world_size: int = 1) -> Any:
+    """A TCPStore in this process, on a port that is free: MindSpore does not choose one.
+
+    Args:
+        address: An IPv4 address of this host.
+        world_size: How many ranks the job has; only what initialises communication with the store asks for it.
+
+    Raises:
+        RuntimeError: There is no such address, or no port.
+    """
     for attempt in range(_TRIES):
         with socket.socket() as probe:
             probe.bind((address, 0))
             port = probe.getsockname()[1]
         try:
             timeout = timedelta(seconds=_STORE_SECONDS)
-            return TCPStore(address, port, is_master=True, timeout=timeout, wait_for_workers=False)
+            return TCPStore(address, port, world_size, is_master=True, timeout=timeout, wait_for_workers=False)
         except RuntimeError:  # somebody else has taken it meanwhile
             if attempt == _TRIES - 1:
                 raise

@@ -114,12 +114,13 @@ def _meet(context: RankContext) -> Any:
 
     file = context.channel_directory / "store"
     if context.rank == 0:
-        hosted = host_store("127.0.0.1")
+        hosted = host_store("127.0.0.1", context.world_size)
         file.with_suffix(".new").write_text(str(hosted.port))
         file.with_suffix(".new").rename(file)
         return hosted
     _await(file.exists, _MEETING_SECONDS)
-    return TCPStore("127.0.0.1", int(file.read_text()), is_master=False, timeout=timedelta(seconds=20))
+    seconds = timedelta(seconds=20)
+    return TCPStore("127.0.0.1", int(file.read_text()), context.world_size, is_master=False, timeout=seconds)
 
 
 def _leave_together(context: RankContext) -> None:
