@@ -20,12 +20,16 @@ if TYPE_CHECKING:
     from dcp_mindspore.api import save as save
     from dcp_mindspore.channel import StoreGroup as StoreGroup
     from dcp_mindspore.channel import use_store as use_store
+    from dcp_mindspore.strategy_files import read_strategy as read_strategy
+    from dcp_mindspore.strategy_import import import_checkpoint as import_checkpoint
 
 _OWN = {
     "StoreGroup": "dcp_mindspore.channel",
     "annotate_shard": "dcp_mindspore.annotate",
     "async_save": "dcp_mindspore.api",
+    "import_checkpoint": "dcp_mindspore.strategy_import",
     "load": "dcp_mindspore.api",
+    "read_strategy": "dcp_mindspore.strategy_files",
     "save": "dcp_mindspore.api",
     "use_store": "dcp_mindspore.channel",
 }

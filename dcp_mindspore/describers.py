@@ -36,8 +36,8 @@ def describe_tensor(value: Any, rank: Callable[[], int]) -> LocalTensor | None:
     Raises:
         UnsupportedValueError: A tensor that cannot be stored as it is; the message says what to do.
     """
-    if _is_laid_out(value):
-        return _describe_laid_out(value, rank())
+    if is_laid_out(value):
+        return describe_laid_out(value, rank())
     if not isinstance(value, mindspore.Tensor):
         _refuse_sparse(value)
         return None
@@ -57,15 +57,26 @@ def _describe_whole(tensor: Any) -> LocalTensor:
     return whole_tensor(whole, memory.dtype, memory.view, memory.access, memory.device, memory.storage)
 
 
-def _is_laid_out(value: Any) -> bool:
+def is_laid_out(value: Any) -> bool:
     """Whether a value has the surface of HyperParallel's DTensor: `to_local()`, a global `shape`, and a `layout`."""
     if not callable(getattr(type(value), "to_local", None)):
         return False
     return is_layout(getattr(value, "layout", None)) and hasattr(value, "shape")
 
 
-def _describe_laid_out(value: Any, rank: int) -> LocalTensor | None:
-    """Describe a DTensor. A rank outside its layout's rank list holds nothing."""
+def describe_laid_out(value: Any, rank: int) -> LocalTensor | None:
+    """Describe a value with that surface. A rank outside its layout's rank list holds nothing.
+
+    Args:
+        value: What `is_laid_out` knows.
+        rank: This rank, as the layout names ranks.
+
+    Returns:
+        None where the local tensor is not MindSpore's.
+
+    Raises:
+        UnsupportedValueError: A Partial, a local tensor that is not shaped as the layout says, or one without values.
+    """
     local = value.to_local()
     if not isinstance(local, mindspore.Tensor):
         return None
