@@ -11,14 +11,15 @@ import math
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 from dcp_core.errors import ArgumentError, DcpError, UnsupportedValueError
-from dcp_core.planning.cuts import local_layout
-from dcp_core.planning.foreign_layouts import Holding, read_layout, refuse_partial
+from dcp_core.planning.foreign_layouts import Holding, cut_holding, read_layout, refuse_partial
 from dcp_core.planning.tensor_map import ALL_REPLICAS, TensorMapLayout
 
 _SHOWN_CHARACTERS = 200
+_MOST_LAYOUTS = 4096
 _FORMS = (
     "a Layout that was called with its axes, its dict, an entry of parameter_layout_dict (7 values), or one of "
     "get_strategy_metadata (layout, dtype, global shape)"
@@ -53,8 +54,7 @@ class KnownLayout:
         """
         shape = tuple(global_shape)
         layout = self.layout if self.layout.tensor_map else replace(self.layout, tensor_map=(-1,) * len(shape))
-        cuts = layout.cuts(shape, rank)
-        return None if cuts is None else Holding(local_layout(shape, cuts), None, layout.replica_ranks(rank))
+        return cut_holding(layout, shape, rank)
 
 
 def known_layout(source: Any, rank: int) -> KnownLayout:
@@ -83,6 +83,8 @@ def known_layout(source: Any, rank: int) -> KnownLayout:
         raise UnsupportedValueError(f"{error} (the layout: {_shown(source)})") from error
     except DcpError as error:
         raise ArgumentError(f"{error} (the layout: {_shown(source)}); a layout is {_FORMS}") from error
+    except (TypeError, ValueError) as error:
+        raise ArgumentError(f"{error}: no layout (the layout: {_shown(source)}); a layout is {_FORMS}") from error
 
 
 def _of_sequence(source: Sequence[Any], rank: int) -> KnownLayout:
@@ -96,9 +98,9 @@ def _of_sequence(source: Sequence[Any], rank: int) -> KnownLayout:
         raise UnsupportedValueError(f"a field_size of {field_size} cuts a tensor by fields, which are no boxes")
     if not is_uniform:
         raise UnsupportedValueError("parts of unequal size: where they lie is not told; use annotate_shard()")
-    layout, shape = TensorMapLayout(tuple(matrix), tuple(tensor_map)), _shape_or_none(full_shape)
+    layout, shape = _made(_tuples(matrix), _tuples(tensor_map)), _shape_or_none(full_shape)
     if optimizer_group:
-        layout = replace(layout, optimizer_parts=_parts_of_slice(layout, shape, slice_shape))
+        layout = _made(_tuples(matrix), _tuples(tensor_map), None, _parts_of_slice(layout, shape, slice_shape))
     elif shape is None and slice_shape:
         shape = _whole_shape(layout, _shape(slice_shape))
     return KnownLayout(_around(layout, rank), shape)
@@ -109,13 +111,24 @@ def _of_strategy(source: Any, rank: int) -> KnownLayout:
     if _entry(source, "field"):
         raise UnsupportedValueError(f"a field of {_entry(source, 'field')} cuts a tensor by fields, which are no boxes")
     ranks, size = _entry(source, "rank_list"), _entry(source, "opt_weight_shard_size")
-    layout = TensorMapLayout(
-        tuple(_entry(source, "dev_matrix")), tuple(_entry(source, "tensor_map") or ()),
-        tuple(ranks) if ranks else None, optimizer_parts=ALL_REPLICAS if size == ALL_REPLICAS else size or 1,
+    layout = _made(
+        _tuples(_entry(source, "dev_matrix")), _tuples(_entry(source, "tensor_map") or ()),
+        _tuples(ranks) if ranks else None, size or 1,
     )  # fmt: skip
     return KnownLayout(_around(layout, rank), _shape_or_none(_entry(source, "tensor_shape")))
 
 
+@lru_cache(_MOST_LAYOUTS)
+def _made(matrix: Any, tensor_map: Any, ranks: Any = None, optimizer_parts: int = 1) -> TensorMapLayout:
+    return TensorMapLayout(matrix, tensor_map, ranks, optimizer_parts=optimizer_parts)
+
+
+def _tuples(values: Any) -> Any:
+    """Tuples in place of lists and the like, so that equal layouts are made once."""
+    return values if isinstance(values, (int, str)) else tuple(map(_tuples, values))
+
+
+@lru_cache(_MOST_LAYOUTS)
 def _around(layout: TensorMapLayout, rank: int) -> TensorMapLayout:
     """The same layout for the block of ranks that a rank lies in, where the layout names none in particular."""
     devices = len(layout.ranks)

@@ -96,6 +96,10 @@ def test_without_a_tensor_map_a_tensor_is_whole_everywhere() -> None:
         ({"device_matrix": (2, 2), "tensor_map": None, "rank_list": None}, UnsupportedValueError, "says nothing"),
         ("fc1", UnsupportedValueError, "says nothing"),
         ([DICT, "Float32", "8x4"], ArgumentError, "whole numbers"),
+        ((2, [1, 0], [4, 2], 0, True, "", [8, 4]), ArgumentError, "device_matrix"),
+        (([2, 2], None, [4, 2], 0, True, "", [8, 4]), ArgumentError, "no layout"),
+        (([2, 2], ["tp", 0], [4, 2], 0, True, "", [8, 4]), ArgumentError, "whole numbers"),
+        ([3, "Float32", [8, 4]], UnsupportedValueError, "says nothing"),
     ],
 )
 def test_what_is_no_layout_is_refused_and_shown(source: Any, error: type[Exception], message: str) -> None:
