@@ -14,10 +14,11 @@ nox.options.reuse_venv = "yes"
 nox.options.sessions = ["tests"]
 
 TORCH = "torch==2.13.0"  # exact: an open range may take another build, of several gigabytes
+MINDSPORE = "mindspore==2.10.0"
 ONE_THREAD_A_RANK = {"OMP_NUM_THREADS": "1"}
 BENCHMARKS = ("engines", "async_save", "shared_reads", "conversions", "plan_scale")
 BENCH_PEERS = ("torchsnapshot", "orbax-checkpoint", "torch_checkpointing")
-IN_ORDER = ("lint", "types", "docs", "tests_numpy2", "demo", "tests_torch")
+IN_ORDER = ("lint", "types", "docs", "tests_numpy2", "demo", "tests_mindspore", "tests_torch")
 
 
 def _install_torch(session: nox.Session) -> None:
@@ -39,7 +40,7 @@ def demo(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def tests(session: nox.Session) -> None:
-    """All that CI checks: lint, types, docs, the core on numpy 2, the demo, then everything with torch."""
+    """All that CI checks: lint, types, docs, the core on numpy 2, the demo, MindSpore, then everything with torch."""
     for name in IN_ORDER:
         session.notify(name)
     session.log(f"runs in this order: {', '.join(IN_ORDER)}")
@@ -50,6 +51,13 @@ def tests_torch(session: nox.Session) -> None:
     """All tests, the code blocks of the docs among them, with torch and numpy 1.26."""
     _install_torch(session)
     _pytest(session, "-n", "2", "tests")
+
+
+@nox.session
+def tests_mindspore(session: nox.Session) -> None:
+    """The tests of MindSpore, those with torch in the same process among them; numpy 2 breaks MindSpore."""
+    session.install(TORCH, MINDSPORE, "numpy<2", "-e", ".[dev]")
+    _pytest(session, "-n", "2", "tests/mindspore", DCP_NEEDS_MINDSPORE="1", GLOG_v="3")
 
 
 @nox.session

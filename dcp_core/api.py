@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dcp_core import __version__
-from dcp_core.adapter import Adapter, AdapterSet, ProcessGroup, rendezvous_address
+from dcp_core.adapter import Adapter, AdapterSet, ProcessGroup, StateRules, rendezvous_address
 from dcp_core.arrays import NumpyAdapter
 from dcp_core.background.async_save import AsyncOptions, AsyncSaveRecipe
 from dcp_core.background.data_copier import DataCopier
@@ -67,6 +67,7 @@ def save(
     timeout_seconds: float = DEADLINE_SECONDS,
     durable: bool = True,
     adapter: Adapter | None = None,
+    rules: StateRules | None = None,
 ) -> Metadata:
     """Save a state; every rank of the group calls, with its own shards.
 
@@ -83,6 +84,7 @@ def save(
         timeout_seconds: How long to wait for the slowest rank, in each exchange.
         durable: Whether data reaches the disk before this returns.
         adapter: Which framework's process group to use; plain numpy, a group of one, by default.
+        rules: What is known of the state beyond its values; nothing by default.
 
     Returns:
         The checkpoint's description, read as far as it is asked; every rank's data is committed. Without
@@ -94,7 +96,7 @@ def save(
     with stage("save"):
         order = _SaveOrder.checked(
             adapter, process_group, checkpoint_id, storage_writer, planner, no_dist, use_collectives,
-            timeout_seconds, durable,
+            timeout_seconds, durable, rules,
         )  # fmt: skip
         failed = order.failed or take_turn()
         recipe = SaveRecipe(order.job, order.writer, order.planner, order.options)
@@ -119,6 +121,7 @@ def async_save(
     durable: bool = True,
     on_pending: OnPending = "wait",
     adapter: Adapter | None = None,
+    rules: StateRules | None = None,
 ) -> AsyncSaveResponse:
     """Save a state in the background: returns once it is in host memory, and may be changed again.
 
@@ -142,6 +145,7 @@ def async_save(
         durable: Whether data reaches the disk before the save is complete.
         on_pending: What to do while an earlier save is in flight on any rank: "wait" for it, or "raise".
         adapter: Which framework's process group to use; plain numpy, a group of one, by default.
+        rules: What is known of the state beyond its values; nothing by default.
 
     Returns:
         The save that goes on.
@@ -153,7 +157,7 @@ def async_save(
     with stage("async_save"):
         order = _SaveOrder.checked(
             adapter, process_group, checkpoint_id, storage_writer, planner, no_dist, use_collectives,
-            timeout_seconds, durable,
+            timeout_seconds, durable, rules,
         )  # fmt: skip
         failed, how = order.failed, AsyncOptions()
         try:
@@ -184,6 +188,7 @@ def load(
     timeout_seconds: float = DEADLINE_SECONDS,
     verify: Verify = True,
     adapter: Adapter | None = None,
+    rules: StateRules | None = None,
 ) -> None:
     """Load into a state, in place, whatever layout it was saved under; every rank of the group calls.
 
@@ -204,13 +209,14 @@ def load(
         verify: True: blocks that are read whole are checked. "full": every block that is touched is read whole and
             checked. False: nothing is.
         adapter: Which framework's process group to use; plain numpy, a group of one, by default.
+        rules: What is known of the state beyond its values; nothing by default.
 
     Raises:
         DcpError: The same on every rank. An error that is found before reading leaves the targets as they were; a
             `CorruptError` or `StorageError` after that leaves them undefined, and says so.
     """
     with stage("load"):
-        job, failed = _job(adapter, process_group, no_dist, use_collectives)
+        job, failed = _job(adapter, process_group, no_dist, use_collectives, rules)
         try:
             reader = _checked(storage_reader, StorageReader, "storage_reader") or _reader()
             chosen = _checked(planner, LoadPlanner, "planner") or StandardLoadPlanner()
@@ -277,9 +283,10 @@ class _SaveOrder:
         use_collectives: bool,
         timeout_seconds: float,
         durable: bool,
+        rules: StateRules | None,
     ) -> _SaveOrder:
         """Check what both kinds of save take."""
-        job, failed = _job(adapter, process_group, no_dist, use_collectives)
+        job, failed = _job(adapter, process_group, no_dist, use_collectives, rules)
         try:
             writer = _checked(storage_writer, StorageWriter, "storage_writer") or _writer()
             chosen = _checked(planner, SavePlanner, "planner") or StandardSavePlanner()
@@ -303,7 +310,9 @@ def _reader() -> StorageReader:
     return FileSystemReader(open_url=open_storage)
 
 
-def _job(adapter: Adapter | None, group: Any, no_dist: bool, use_collectives: bool) -> tuple[Job, BaseException | None]:
+def _job(
+    adapter: Adapter | None, group: Any, no_dist: bool, use_collectives: bool, rules: StateRules | None
+) -> tuple[Job, BaseException | None]:
     """Find the group; what goes wrong with it on this rank alone cannot be told to others, and is raised."""
     chosen: Adapter = NumpyAdapter() if adapter is None else adapter
     no_dist, use_collectives = _is(no_dist, True), not _is(use_collectives, False)
@@ -315,7 +324,8 @@ def _job(adapter: Adapter | None, group: Any, no_dist: bool, use_collectives: bo
     adapters, failed = _adapters()
     if chosen.name not in {other.name for other in adapters.adapters}:
         adapters = AdapterSet((chosen, *adapters.adapters), adapters.describers)
-    return Job(adapters, found, (chosen.name, chosen.version), collectives), failed
+    framework = (chosen.name, chosen.version)
+    return Job(adapters, found, framework, collectives, rules or StateRules()), failed
 
 
 def _adapters() -> tuple[AdapterSet, BaseException | None]:

@@ -1,31 +1,39 @@
-"""Distributed checkpoints for MindSpore: not in this release.
+"""Distributed checkpoints for MindSpore: save a sharded state, load it under any other layout.
 
-The package itself can be imported, since its plugin module lives in it; every public name of the API to come raises an
-`ImportError` that says what works today.
+>>> import dcp_mindspore
+>>> dcp_mindspore.save({"model": net}, checkpoint_id="step_1000")    # doctest: +SKIP
+>>> dcp_mindspore.load({"model": net}, checkpoint_id="step_1000")    # doctest: +SKIP
 """
 
 from __future__ import annotations
 
-from typing import NoReturn
+from typing import TYPE_CHECKING
 
-_TO_COME = frozenset(
-    (
-        *("save", "async_save", "load", "read", "wait_all", "AsyncSaveResponse", "allow_pickled", "clear_plan_cache"),
-        *("Metadata", "MetadataIndex", "ChunkStorageMetadata", "TensorStorageMetadata", "BytesStorageMetadata"),
-        *("WriteItem", "ReadItem", "SavePlan", "LoadPlan", "SavePlanner", "LoadPlanner"),
-        *("StandardSavePlanner", "StandardLoadPlanner", "StorageWriter", "StorageReader"),
-        *("FileSystemWriter", "FileSystemReader", "HuggingFaceReader", "DataCopier", "PerRank", "ChunkInfo"),
-        *("annotate_shard", "latest_checkpoint", "CheckpointManager"),
-    )
-)
+from dcp_core import __version__ as __version__
+from dcp_core.lazy_names import lazy_names
 
+if TYPE_CHECKING:
+    from dcp_core.public import *  # noqa: F403  # that module says what its names are
+    from dcp_mindspore import offline_transform as offline_transform
+    from dcp_mindspore.annotate import annotate_shard as annotate_shard
+    from dcp_mindspore.api import async_save as async_save
+    from dcp_mindspore.api import load as load
+    from dcp_mindspore.api import save as save
+    from dcp_mindspore.channel import StoreGroup as StoreGroup
+    from dcp_mindspore.channel import use_store as use_store
+    from dcp_mindspore.strategy_files import read_strategy as read_strategy
+    from dcp_mindspore.strategy_import import import_checkpoint as import_checkpoint
 
-def __getattr__(name: str) -> NoReturn:
-    if name in _TO_COME:
-        raise ImportError(
-            f"dcp_mindspore.{name} is not available: this release of hyper-dcp has no MindSpore support yet; it comes "
-            "with a later version. What works today: dcp_core, without a framework, and dcp_torch "
-            "(pip install 'hyper-dcp[torch]')",
-            name=__name__,
-        )
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+_OWN = {
+    "StoreGroup": "dcp_mindspore.channel",
+    "annotate_shard": "dcp_mindspore.annotate",
+    "async_save": "dcp_mindspore.api",
+    "import_checkpoint": "dcp_mindspore.strategy_import",
+    "load": "dcp_mindspore.api",
+    "offline_transform": "dcp_mindspore.offline_transform",
+    "read_strategy": "dcp_mindspore.strategy_files",
+    "save": "dcp_mindspore.api",
+    "use_store": "dcp_mindspore.channel",
+}
+
+__getattr__, __dir__ = lazy_names(__name__, _OWN)

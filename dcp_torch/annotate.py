@@ -6,83 +6,22 @@ For frameworks that cut tensors by hand. The note is kept with the tensor and wi
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
 
 from dcp_core.errors import ArgumentError
+from dcp_core.planning.chunk_info import ChunkInfo, counts
 from dcp_torch.elements import storage_identity
+
+__all__ = ["ChunkInfo", "annotate_shard", "chunk_of", "has_note"]
 
 _ATTRIBUTE = "_dcp_chunk"
 _noted_storages = False
 """Whether this process has noted anything on a storage; until then none is looked at."""
 
 _Tensor = TypeVar("_Tensor", bound=torch.Tensor)
-
-
-@dataclass(frozen=True, slots=True)
-class ChunkInfo:
-    """Where a plain tensor lies in its global tensor.
-
-    Attributes:
-        offsets: Where it starts, in elements of the global tensor. One number for a 1-d tensor of a global tensor
-            with another number of dimensions: it then holds a range of the *flattened* global tensor.
-        sizes: Its shape.
-        global_shape: Shape of the global tensor.
-        replica_ranks: Ranks that hold the same part, if known.
-
-    Raises:
-        ArgumentError: The chunk does not lie in the global tensor.
-    """
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    global_shape: tuple[int, ...]
-    replica_ranks: tuple[int, ...] | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("offsets", "sizes", "global_shape"):
-            object.__setattr__(self, name, _counts(name, getattr(self, name)))
-        if self.replica_ranks is not None:
-            object.__setattr__(self, "replica_ranks", _counts("replica_ranks", self.replica_ranks))
-        if len(self.offsets) != len(self.sizes):
-            raise ArgumentError(f"offsets {self.offsets} and sizes {self.sizes} differ in length")
-        bounds = (self.numel,) if self.is_flat else self.global_shape
-        if len(bounds) != len(self.sizes):
-            raise ArgumentError(
-                f"a chunk of sizes {self.sizes} cannot lie in a global shape {self.global_shape}: "
-                "as many dimensions are needed, or one for a range of the flattened tensor"
-            )
-        if any(start + size > bound for start, size, bound in zip(self.offsets, self.sizes, bounds, strict=True)):
-            raise ArgumentError(
-                f"a chunk at {self.offsets} of sizes {self.sizes} reaches beyond the global shape {self.global_shape}"
-            )
-
-    @property
-    def is_flat(self) -> bool:
-        """Whether it is a range of the flattened global tensor."""
-        return len(self.sizes) == 1 and len(self.global_shape) != 1
-
-    @property
-    def numel(self) -> int:
-        """Elements of the global tensor."""
-        found = 1
-        for size in self.global_shape:
-            found *= size
-        return found
-
-
-def _counts(name: str, values: Sequence[int]) -> tuple[int, ...]:
-    try:
-        found = tuple(operator.index(value) for value in values)
-    except TypeError as error:
-        raise ArgumentError(f"{name} must be a sequence of whole numbers, one a dimension; got {values!r}") from error
-    if any(value < 0 for value in found):
-        raise ArgumentError(f"{name} must not be negative, found {found}")
-    return found
 
 
 def annotate_shard(
@@ -113,8 +52,8 @@ def annotate_shard(
         raise ArgumentError(
             f"annotate_shard notes something on a torch.Tensor; got {tensor!r}, a {type(tensor).__name__}"
         )
-    ranks = None if replica_ranks is None else _counts("replica_ranks", replica_ranks)
-    chunk = ChunkInfo(_counts("offsets", offsets), tuple(tensor.shape), _counts("global_shape", global_shape), ranks)
+    ranks = None if replica_ranks is None else counts("replica_ranks", replica_ranks)
+    chunk = ChunkInfo(counts("offsets", offsets), tuple(tensor.shape), counts("global_shape", global_shape), ranks)
     setattr(tensor, _ATTRIBUTE, chunk)
     key = _key(tensor)
     if key is not None:
@@ -136,11 +75,7 @@ def chunk_of(tensor: torch.Tensor) -> ChunkInfo | None:
         notes = getattr(tensor.untyped_storage(), _ATTRIBUTE, None) if _noted_storages else None
         key = _key(tensor) if notes else None
         return notes[key] if notes and key in notes else None
-    if chunk.sizes != tuple(tensor.shape):
-        raise ArgumentError(
-            f"the tensor was annotated as a chunk of sizes {chunk.sizes} and now has the shape {tuple(tensor.shape)}; "
-            "call annotate_shard() again"
-        )
+    chunk.check_shape(tensor.shape)
     return chunk
 
 

@@ -21,6 +21,21 @@ _OWN_MARGIN_SECONDS = 60.0
 _CONNECT_SECONDS = 120.0
 
 
+class _CheckedWork:
+    """A `torch.distributed.Work` of a backend other than gloo, whose `wait` may not raise what went wrong."""
+
+    def __init__(self, work: Any) -> None:
+        self._work = work
+
+    def is_completed(self) -> bool:
+        return bool(self._work.is_completed())
+
+    def wait(self) -> None:
+        self._work.wait()
+        if self._work.exception() is not None:
+            raise RuntimeError(str(self._work.exception()))
+
+
 class Communicator:
     """One group of ranks, for one type of device.
 
@@ -37,6 +52,11 @@ class Communicator:
         self._group = group
         self._ranks = tuple(ranks)
 
+    @property
+    def gives_up_itself(self) -> bool:
+        """Whether works end at their timeout by themselves: those of gloo."""
+        return self.is_gloo
+
     def start(self, wire: torch.Tensor, source: int, timeout_seconds: float) -> Any:
         """Start a broadcast.
 
@@ -46,7 +66,7 @@ class Communicator:
             timeout_seconds: When gloo gives up. Others end the process at their timeout, so that stays as it is.
 
         Returns:
-            A `torch.distributed.Work`.
+            A `dcp_core.coordination.broadcast_group.CommunicatorWork`.
 
         Raises:
             RuntimeError: The group cannot be used any more.
@@ -57,7 +77,8 @@ class Communicator:
         options.asyncOp = True
         if self.is_gloo:
             options.timeout = timedelta(seconds=timeout_seconds)
-        return self._group.broadcast([wire], options)
+        work = self._group.broadcast([wire], options)
+        return work if self.is_gloo else _CheckedWork(work)
 
     def abort(self) -> None:
         """End what is under way in a group that was made, where the backend can."""

@@ -16,123 +16,26 @@ that is no member of the group that saves has to outlive the save by the user's 
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # no list of exports
 
 from dcp_core.adapter import ChannelSpec, rendezvous_address
-from dcp_core.errors import CoordinationError, MissingRendezvousError
+from dcp_core.coordination import remote_channel
+from dcp_core.coordination.remote_channel import WORD
+from dcp_core.errors import MissingRendezvousError
 from dcp_torch.client_store import ClientStore
-from dcp_torch.store_channel import StoreChannel
 
 ANSWER_SECONDS = 30.0
 """How long the store may take for the connection and for any call, before it is given up."""
 
-_DRAIN_SECONDS = 5.0
-_DRAIN_PAUSE_SECONDS = 0.002
-_WORD = "word"
 
+class RemoteChannel(remote_channel.RemoteChannel):
+    """`dcp_core.coordination.remote_channel.RemoteChannel` over connections to a TCPStore."""
 
-class RemoteChannel(StoreChannel):
-    """A `StoreChannel` over connections that this process makes as a client.
-
-    Names begin with what they belong to (the save's id), up to a dot. What this rank posted for one save and nobody
-    has removed (notes to ranks that never came, say) goes when it first posts for another: every rank has ended the
-    earlier save by then, since no save starts on any rank before. A connection that was lost during one save fails
-    whatever is left of that at once, and is made anew for another.
-
-    Args:
-        host: Where the store is.
-        port: Where the store is.
-        prefix: Goes before every name.
-        rank: This rank in the group.
-        world_size: Ranks of the group.
-        timeout_seconds: How long the store may take for the connection and for any call.
-    """
-
-    def __init__(
-        self, host: str, port: int, prefix: str, *, rank: int, world_size: int, timeout_seconds: float
-    ) -> None:
-        super().__init__(None, prefix, rank=rank, world_size=world_size)
-        self._address = (host, port)
-        self._timeout_seconds = timeout_seconds
-        self._topic = ""
-        self._left: dict[str, None] = {}
-
-    def put(self, name: str, payload: bytes) -> None:
-        """Post a message; the first one of another save removes what this rank left of the one before."""
-        topic = self._enter(name)
-        with self._lock:
-            old = [] if topic == self._topic else list(self._left)
-            self._topic = topic
-            self._left[name] = None
-        for left in old:
-            self.delete(left)
-        super().put(name, payload)
-
-    def wait(self, name: str, timeout_seconds: float) -> bytes | None:
-        """Wait for a message and return it; None when it did not come in time. Looks once at least."""
-        self._enter(name)
-        return super().wait(name, timeout_seconds)
-
-    def delete(self, name: str) -> None:
-        """Remove a message; one that is not there is no error."""
-        super().delete(name)
-        with self._lock:
-            self._left.pop(name, None)
-
-    def drain(self, timeout_seconds: float = _DRAIN_SECONDS) -> None:
-        """Wait until all ranks have read what the first one posted last, or the time is up.
-
-        On every rank, for any of them may work for the trainer that hosts the store; in the thread that has read it.
-        The first rank sees who has read, and then removes its messages; the others see that.
-        """
-        deadline = time.monotonic() + timeout_seconds
-        if self.rank:
-            name, _ = getattr(self._local, "last_read", ("", 0))
-            pause = max(_DRAIN_PAUSE_SECONDS, self._fair_pause)
-            while name and self._store().check([name]) and time.monotonic() < deadline:
-                time.sleep(pause)
-            return
-        super().drain(timeout_seconds)
-        with self._lock:
-            posted = list(self._posted)
-        for name in posted:
-            if self._is_read(self._store(), name):
-                self.delete(name)
-
-    def _enter(self, name: str) -> str:
-        """What a message belongs to; where this thread's connection was lost over something else, it gets another."""
-        topic = name.partition(".")[0]
-        if topic != getattr(self._local, "topic", ""):
-            self._local.topic = topic
-            if self._store().is_lost:
-                del self._local.store
-        return topic
-
-    def find_word(self, is_job_store: bool) -> None:
-        """Make sure that all ranks are at this store: one of them has left word here.
-
-        Args:
-            is_job_store: Whether the trainers did, before. Otherwise the first rank does now.
-
-        Raises:
-            CoordinationError: There is none.
-        """
-        store, (host, port) = self._store(), self._address
-        if self.rank == 0 and not is_job_store:
-            store.set(_WORD, b"")
-        elif not self._await(store, _WORD, 0 if is_job_store else self._timeout_seconds):
-            told = "its trainer" if is_job_store else "rank 0"
-            raise CoordinationError(
-                f"rank {self.rank} joined a store at {host}:{port}, where {told} has left no word: it is another "
-                "job's, or rank 0 does not come. Let MASTER_ADDR and MASTER_PORT be those of this job on all ranks; or "
-                "save with use_gloo=False, which talks through files in the checkpoint's directory"
-            )
-
-    def _connect(self) -> ClientStore:
-        return ClientStore(*self._address, self.prefix, self._timeout_seconds)
+    def connect(self) -> ClientStore:
+        """A connection as a client, all of whose keys get the prefix."""
+        return ClientStore(*self.address, self.prefix, self.timeout_seconds)
 
 
 def join_store(
@@ -143,7 +46,7 @@ def join_store(
     world_size: int,
     timeout_seconds: float = ANSWER_SECONDS,
     is_job_store: bool = True,
-) -> StoreChannel:
+) -> RemoteChannel:
     """Join the job's store from a process beside the job, as a client.
 
     Args:
@@ -187,7 +90,7 @@ def leave_word(store: Any, prefix: str, rank: int, world_size: int) -> ChannelSp
     job_store = innermost(store)
     is_job_store = isinstance(job_store, TCPStore)
     if is_job_store:
-        job_store.set(f"{prefix}/{_WORD}", b"")
+        job_store.set(f"{prefix}/{WORD}", b"")
         host, port = job_store.host, job_store.port
     else:
         try:

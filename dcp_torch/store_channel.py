@@ -1,44 +1,20 @@
-"""A board of messages on a c10d store: TCPStore, FileStore, HashStore, or any that has their methods.
-
-A message is its head, `prefix/name`, written last, and for a large one parts beside it: a TCPStore closes the
-connection on values over 8 MiB.
-"""
+"""A board of messages on a c10d store: TCPStore, FileStore, HashStore, or any that has their methods."""
 
 from __future__ import annotations
 
-import struct
-import threading
 import time
 from datetime import timedelta
 from typing import Any
 
 from torch.distributed import DistNetworkError, PrefixStore  # type: ignore[attr-defined]  # no list of exports
 
-_PART_BYTES = 4 << 20
-_WHOLE, _IN_PARTS = b"\0", b"\1"
-_PARTS = struct.Struct("<I")
-
-_FIRST_PAUSE_SECONDS = 0.0003
-_LONGEST_PAUSE_SECONDS = 0.01
-_CHECKS_A_SECOND = 20_000
-_MANY_RANKS = 128
-_FIRST_BLOCKING_SECONDS = 10.0
-_BLOCKING_SECONDS = 60.0
-_SHORT_WAIT_SECONDS = 2.0
-_DRAIN_SECONDS = 2.0
-_DRAIN_PAUSE_SECONDS = 0.002
+from dcp_core.coordination import store_channel
 
 
-class StoreChannel:
-    """`dcp_core.adapter.KeyValueChannel` over a store.
+class StoreChannel(store_channel.StoreChannel):
+    """`dcp_core.coordination.store_channel.StoreChannel` over a c10d store.
 
     Every thread gets a connection of its own, so that a wait here never holds up the trainer's use of the store.
-
-    Waiting looks again and again in growing pauses: a store's own wait cannot be interrupted, and complains on stderr
-    when its time is up. In a large group, where looking would drown the store, long waits are left to it.
-
-    The process of the first rank often hosts the store and may end, or destroy its process group, right after it has
-    posted an answer. So the others note what they have read, and `drain` waits for that.
 
     Args:
         store: The store; it is cloned where it can be.
@@ -48,134 +24,25 @@ class StoreChannel:
     """
 
     def __init__(self, store: Any, prefix: str, *, rank: int, world_size: int) -> None:
-        self.prefix = prefix
-        self.rank = rank
-        self.world_size = world_size
+        super().__init__(prefix, rank=rank, world_size=world_size)
         self._origin = store
-        self._local = threading.local()
-        self._lock = threading.Lock()
-        self._posted: dict[str, int] = {}
 
-    def put(self, name: str, payload: bytes) -> None:
-        """Post a message."""
-        store = self._store()
-        parts = 0
-        head = _WHOLE + payload
-        if len(payload) > _PART_BYTES:
-            view = memoryview(payload)
-            parts = -(-len(payload) // _PART_BYTES)
-            for part in range(parts):
-                store.set(_part(name, part), bytes(view[part * _PART_BYTES : (part + 1) * _PART_BYTES]))
-            head = _IN_PARTS + _PARTS.pack(parts)
-        if self.rank == 0:
-            with self._lock:
-                self._posted[name] = parts
-        store.set(name, head)
-
-    def wait(self, name: str, timeout_seconds: float) -> bytes | None:
-        """Wait for a message and return it; None when it did not come in time. Looks once at least."""
-        store = self._store()
-        if not self._await(store, name, timeout_seconds):
-            return None
-        head: bytes = store.get(name)
-        if head[:1] == _WHOLE:
-            payload, parts = head[1:], 0
-        else:
-            (parts,) = _PARTS.unpack(head[1:])
-            payload = b"".join(store.get(_part(name, part)) for part in range(parts))
-        self._local.last_read = (name, parts)
-        if self.rank:
-            store.add(_readers(name), 1)
-        return payload
-
-    def delete(self, name: str) -> None:
-        """Remove a message; one that is not there is no error."""
-        store = self._store()
-        with self._lock:
-            parts = self._posted.pop(name, None)
-        is_own = parts is not None
-        if parts is None:
-            parts = self._count_parts(store, name)
-        store.delete_key(name)
-        for part in range(parts):
-            store.delete_key(_part(name, part))
-        if self.rank or is_own:
-            store.delete_key(_readers(name))
-
-    def drain(self, timeout_seconds: float = _DRAIN_SECONDS) -> None:
-        """On the first rank, wait until the others have read what it posted, or the time is up."""
-        if self.rank:
-            return
-        deadline = time.monotonic() + timeout_seconds
-        with self._lock:
-            newest_first = list(reversed(self._posted))
-        for name in newest_first:
-            self._await_readers(self._store(), name, deadline, _DRAIN_PAUSE_SECONDS)
-
-    def _await_readers(self, store: Any, name: str, deadline: float, pause: float) -> None:
-        while time.monotonic() < deadline and not self._is_read(store, name):
-            time.sleep(pause)
-
-    def _is_read(self, store: Any, name: str) -> bool:
-        return not store.check([name]) or store.add(_readers(name), 0) >= self.world_size - 1
-
-    def _store(self) -> Any:
-        """The connection of this thread."""
-        found = getattr(self._local, "store", None)
-        if found is None:
-            found = self._local.store = self._connect()
-        return found
-
-    def _connect(self) -> Any:
-        """A new connection, all of whose names get the prefix."""
+    def connect(self) -> Any:
+        """A new connection, all of whose keys get the prefix."""
         clone = getattr(self._origin, "clone", None)
         return PrefixStore(self.prefix, self._origin if clone is None else clone())
 
-    def _count_parts(self, store: Any, name: str) -> int:
-        """How many parts a message has that this process did not post: mostly, the one that it has just read."""
-        last_name, parts = getattr(self._local, "last_read", ("", 0))
-        if name == last_name:
-            return int(parts)
-        if not store.check([name]):
-            return 0
-        head: bytes = store.get(name)
-        return int(_PARTS.unpack(head[1:])[0]) if head[:1] == _IN_PARTS else 0
-
-    @property
-    def _fair_pause(self) -> float:
-        """Seconds between two looks where every rank looks, so that the store keeps up."""
-        return self.world_size / _CHECKS_A_SECOND
-
-    def _await(self, store: Any, name: str, timeout_seconds: float) -> bool:
-        started = time.monotonic()
-        deadline = started + timeout_seconds
-        shortest = max(_FIRST_PAUSE_SECONDS, self._fair_pause) if self.rank else _FIRST_PAUSE_SECONDS
-        longest = max(_LONGEST_PAUSE_SECONDS, shortest)
-        blocking = _FIRST_BLOCKING_SECONDS
-        while not store.check([name]):
-            now = time.monotonic()
-            if now >= deadline:
-                return False
-            if self.world_size >= _MANY_RANKS and deadline - now > _SHORT_WAIT_SECONDS:
-                if _block(store, name, min(blocking, deadline - now)):
-                    return True
-                blocking = _BLOCKING_SECONDS
-                continue
-            pause = min(max((now - started) / 10, shortest), longest)
-            time.sleep(min(pause, deadline - now))
-        return True
+    def block(self, store: Any, name: str, seconds: float) -> bool:
+        """Leave a wait to the store; False when its time was up."""
+        return wait_in(store, name, seconds)
 
 
-def _part(name: str, part: int) -> str:
-    return f"{name}/part{part}"
+def wait_in(store: Any, name: str, seconds: float) -> bool:
+    """Leave a wait to a store; False when its time was up.
 
-
-def _readers(name: str) -> str:
-    return f"{name}/readers"
-
-
-def _block(store: Any, name: str, seconds: float) -> bool:
-    """Leave a wait to the store; False when its time was up."""
+    Raises:
+        RuntimeError: The store failed.
+    """
     deadline = time.monotonic() + seconds
     try:
         store.wait([name], timedelta(seconds=seconds))

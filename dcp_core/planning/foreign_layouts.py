@@ -117,13 +117,26 @@ def holding(layout: Any, global_shape: Sequence[int], rank: int) -> Holding | No
     found = read_layout(layout)
     shape = tuple(int(size) for size in global_shape)
     if ragged is None:
-        return _cut_holding(found, shape, rank)
+        return cut_holding(found, shape, rank)
     mesh_dim, placement = ragged
     return _ragged_holding(found, shape, rank, mesh_dim, tuple(placement.dims), tuple(placement.local_units))
 
 
 @functools.lru_cache(_MOST_LAYOUTS)
-def _cut_holding(layout: TensorMapLayout, shape: tuple[int, ...], rank: int) -> Holding | None:
+def cut_holding(layout: TensorMapLayout, shape: tuple[int, ...], rank: int) -> Holding | None:
+    """What a rank holds of a tensor whose dimensions are cut; computed once for all tensors that are laid out alike.
+
+    Args:
+        layout: The layout.
+        shape: Global shape.
+        rank: A rank of the job.
+
+    Returns:
+        None for a rank outside the layout.
+
+    Raises:
+        UnsupportedValueError: The layout does not fit the shape.
+    """
     cuts = layout.cuts(shape, rank)
     return None if cuts is None else Holding(local_layout(shape, cuts), None, layout.replica_ranks(rank))
 

@@ -5,7 +5,7 @@ Adapters and describers turn framework tensors into `LocalTensor`; planning and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Protocol, cast
 
@@ -164,6 +164,10 @@ class LocalTensor:
     def nbytes(self) -> int:
         """Bytes of the boxes held here."""
         return sum(box.numel for box in self.boxes) * self.dtype.itemsize
+
+
+Place = Callable[[Sequence[str], Sequence[Any], Sequence[LocalTensor | None]], Sequence[LocalTensor | None]]
+"""Takes the names, values and descriptions of all leaves of a state; gives the descriptions that count."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,13 +14,14 @@ import numpy as np
 
 from dcp_core.errors import AdapterError, DcpError, UnsupportedValueError
 from dcp_core.metadata import Int32, Int64, UInt8, UInt64
-from dcp_core.planning.leaves import LocalTensor
+from dcp_core.planning.leaves import LocalTensor, Place
 from dcp_core.planning.local_table import COMPARED, OBJECT, PER_RANK, PICKLED, RAGGED, TENSOR, LocalTable
 from dcp_core.planning.value_samples import tensor_digest
 from dcp_core.state_path import PerRank, StatePath, decode_path, spell_plain_names
 from dcp_core.state_tree import FlatState, flatten
 
 Describe = Callable[[Any], LocalTensor | None]
+
 
 _Cell = TypeVar("_Cell")
 
@@ -103,8 +104,13 @@ class LocalState:
         return _LazyLeaves(self)
 
 
-def read_state(state: Mapping[Any, Any], describe: Describe) -> LocalState:
+def read_state(state: Mapping[Any, Any], describe: Describe, place: Place | None = None) -> LocalState:
     """Walk a state and describe its tensors, each once.
+
+    Args:
+        state: The state.
+        describe: Describes a tensor; None for any other value.
+        place: Corrects the descriptions of tensors by their names.
 
     Raises:
         UnsupportedValueError: A value that cannot be stored, named by its key.
@@ -136,12 +142,18 @@ def read_state(state: Mapping[Any, Any], describe: Describe) -> LocalState:
     for name, error in zip(names, found, strict=True) if failed else ():
         if isinstance(error, DcpError):
             raise type(error)(f"{name!r}: {error}") from error
+    described: Sequence[Any] = found if place is None else place(names, flat.values, _without_errors(found))
     rows = _plan_order(flat)
-    tensors: list[Any] = [found[row] for row in rows]
+    tensors: list[Any] = [described[row] for row in rows]
     return LocalState(
         _picked(flat.paths, rows), _picked(flat.plain_names, rows), _picked(names, rows), _picked(flat.values, rows),
         tuple(tensors), flat,
     )  # fmt: skip
+
+
+def _without_errors(found: Sequence[LocalTensor | DcpError | None]) -> list[LocalTensor | None]:
+    """The descriptions, now that no leaf is left without one."""
+    return [None if isinstance(tensor, DcpError) else tensor for tensor in found]
 
 
 def _plan_order(flat: FlatState) -> list[int]:

@@ -34,7 +34,7 @@ class PlannerState:
     def configure_planner(self, state_dict: Mapping[Any, Any], context: PlannerContext) -> None:
         """Read the state: leaves, boxes, memory."""
         self._context = context
-        self._state = read_state(state_dict, context.describe)
+        self._state = read_state(state_dict, context.describe, context.place)
 
 
 def _unconfigured() -> PlanningError:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from dcp_core.metadata import Metadata
 from dcp_core.planning.items import ReadItem, WriteItem
-from dcp_core.planning.leaves import DeviceBits, LocalTensor, TensorAccess
+from dcp_core.planning.leaves import DeviceBits, LocalTensor, Place, TensorAccess
 from dcp_core.planning.plans import SavePlan
 from dcp_core.planning.write_columns import PlannedChunk
 
@@ -57,6 +57,8 @@ class PlannerContext:
         is_coordinator: True where the global plan is made.
         use_collectives: False where there is no global view: dedup and plan caching are off.
         metadata: The checkpoint's description (load only).
+        place: What is known of tensors by their names: takes the names, values and descriptions of all leaves, gives
+            the descriptions that count. None: nothing.
     """
 
     describe: Callable[[Any], LocalTensor | None]
@@ -66,6 +68,7 @@ class PlannerContext:
     is_coordinator: bool = True
     use_collectives: bool = True
     metadata: Metadata | None = None
+    place: Place | None = None
 
 
 class SavePlanner(ABC):

@@ -26,6 +26,8 @@ from dcp_core.planning.cuts import Cut
 
 Axes = tuple[int, ...]
 
+ALL_REPLICAS = -1
+
 
 @dataclass(frozen=True, slots=True)
 class TensorMapLayout:
@@ -42,10 +44,13 @@ class TensorMapLayout:
         rounded_up_axes: How cuts that do not come out even are made. None: they are refused. Else those of these axes
             (counted from the left) give parts of equal, rounded-up size, the last ones short or empty; all others give
             parts that differ by one element at most, the first ones longer.
+        optimizer_parts: Into how many equal parts a parallel optimizer cuts what a device holds once more, along the
+            first dimension: neighbours among the devices that would hold the same have one part each. 1: it does not;
+            `ALL_REPLICAS`: as many as there are such devices.
 
     Raises:
         ArgumentError: Numbers that are no layout: an axis that is not there or cuts twice, a rank list that does not
-            fit the matrix.
+            fit the matrix, more parts than devices that hold the same.
 
     Examples:
         >>> TensorMapLayout((2, 2), (0, -1)).tensor_map
@@ -57,6 +62,7 @@ class TensorMapLayout:
     rank_list: tuple[int, ...] | None = None
     interleaved: bool = False
     rounded_up_axes: tuple[int, ...] | None = None
+    optimizer_parts: int = 1
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "device_matrix", _numbers("device_matrix", self.device_matrix))
@@ -74,6 +80,7 @@ class TensorMapLayout:
         if self.rounded_up_axes is not None:
             object.__setattr__(self, "rounded_up_axes", _numbers("rounded_up_axes", self.rounded_up_axes))
         object.__setattr__(self, "rank_list", _ranks_of_devices(self))
+        object.__setattr__(self, "optimizer_parts", _parts_of_replicas(self))
 
     @property
     def device_shape(self) -> tuple[int, ...]:
@@ -118,7 +125,10 @@ class TensorMapLayout:
             self._check_even(dim, size)
         if coordinate is None:
             return None
-        return tuple(cut for dim in range(len(global_shape)) for cut in self._cuts_of(dim, coordinate))
+        found = [cut for dim in range(len(global_shape)) for cut in self._cuts_of(dim, coordinate)]
+        if self.optimizer_parts > 1:
+            found.append(Cut(0, self.optimizer_parts, self._optimizer_part(coordinate)))
+        return tuple(found)
 
     def replica_ranks(self, rank: int) -> tuple[int, ...]:
         """The ranks that hold the same as one rank, itself among them, ascending.
@@ -132,9 +142,23 @@ class TensorMapLayout:
         own = self.coordinate(rank)
         if own is None:
             return ()
+        free = self.free_axes
+        choices = [range(self.device_shape[axis]) if axis in free else (at,) for axis, at in enumerate(own)]
+        part = self._optimizer_part(own)
+        alike = [place for place in product(*choices) if self._optimizer_part(place) == part]
+        return tuple(sorted(self.ranks[_position(place, self.device_shape)] for place in alike))
+
+    @property
+    def free_axes(self) -> tuple[int, ...]:
+        """The axes of devices that cut nothing, counted from the left."""
         cutting = {len(self.device_matrix) - 1 - axis for axes in self.tensor_map for axis in axes}
-        choices = [(at,) if axis in cutting else range(self.device_shape[axis]) for axis, at in enumerate(own)]
-        return tuple(sorted(self.ranks[_position(place, self.device_shape)] for place in product(*choices)))
+        return tuple(axis for axis in range(len(self.device_shape)) if axis not in cutting)
+
+    def _optimizer_part(self, coordinate: Sequence[int]) -> int:
+        """Which part of a parallel optimizer's a device has."""
+        free = self.free_axes
+        replica = _position([coordinate[axis] for axis in free], [self.device_shape[axis] for axis in free])
+        return replica % self.optimizer_parts
 
     def _cuts_of(self, dim: int, coordinate: tuple[int, ...]) -> list[Cut]:
         found: list[Cut] = []
@@ -150,9 +174,10 @@ class TensorMapLayout:
 
     def _check_even(self, dim: int, size: int) -> None:
         axes = self.tensor_map[dim]
-        if self.rounded_up_axes is not None and not (self.interleaved and 0 in axes):
+        optimizer_parts = self.optimizer_parts if dim == 0 else 1
+        if optimizer_parts == 1 and self.rounded_up_axes is not None and not (self.interleaved and 0 in axes):
             return
-        parts = math.prod(self.device_matrix[len(self.device_matrix) - 1 - axis] for axis in axes)
+        parts = optimizer_parts * math.prod(self.device_matrix[len(self.device_matrix) - 1 - axis] for axis in axes)
         if size % parts:
             raise UnsupportedValueError(
                 f"dimension {dim} of {size} elements is cut into {parts} parts by the axes {axes} of a device_matrix "
@@ -199,6 +224,19 @@ def _ranks_of_devices(layout: TensorMapLayout) -> tuple[int, ...]:
         f"a rank_list of {len(given)} entries, {len(once)} of them different, does not fit the {devices} devices of "
         f"the device_matrix {layout.device_matrix}" + (", whose last axis is interleaved" if layout.interleaved else "")
     )
+
+
+def _parts_of_replicas(layout: TensorMapLayout) -> int:
+    """Into how many parts a parallel optimizer cuts, checked."""
+    replicas = math.prod(layout.device_shape[axis] for axis in layout.free_axes)
+    parts = replicas if layout.optimizer_parts == ALL_REPLICAS else operator.index(layout.optimizer_parts)
+    if parts < 1 or replicas % parts or (parts > 1 and not layout.tensor_map):
+        raise ArgumentError(
+            f"a parallel optimizer cannot cut into {layout.optimizer_parts} parts what {replicas} devices hold alike "
+            f"(device_matrix {layout.device_matrix}, tensor_map {layout.tensor_map}): their number must be a multiple "
+            "of it, and the tensor must have a dimension"
+        )
+    return parts
 
 
 def _coordinate(position: int, shape: Sequence[int]) -> tuple[int, ...]:

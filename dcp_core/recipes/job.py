@@ -6,10 +6,10 @@ import gc
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from dcp_core.adapter import AdapterSet, ProcessGroup
+from dcp_core.adapter import AdapterSet, ProcessGroup, StateRules
 from dcp_core.coordination.exchange import Exchange
 from dcp_core.errors import DcpError, RankFailedError
 from dcp_core.formats.objects import decode_value, encode_value, needs_pickle, value_digest
@@ -70,23 +70,6 @@ class Descriptions:
             return True
 
 
-def state_of(path: StatePath, value: Any) -> object:
-    """Call `state_dict` of a Stateful; what it raises is named by its key and class."""
-    try:
-        state: object = value.state_dict()
-    except Exception as error:
-        raise _named_failure(path, value, "state_dict", error) from error
-    return state
-
-
-def hand_state(path: StatePath, value: Any, state: Any) -> None:
-    """Call `load_state_dict` of a Stateful; what it raises is named by its key and class."""
-    try:
-        value.load_state_dict(state)
-    except Exception as error:
-        raise _named_failure(path, value, "load_state_dict", error) from error
-
-
 def _named_failure(path: StatePath, value: Any, method: str, error: Exception) -> DcpError:
     kind = type(error) if isinstance(error, DcpError) else RankFailedError
     owner = f"{type(value).__module__}.{type(value).__qualname__}"
@@ -103,12 +86,14 @@ class Job:
         group: The ranks that call together.
         framework: Name and version of the framework, for the record.
         use_collectives: False: this rank alone.
+        rules: What is known of the state beyond its values.
     """
 
     adapters: AdapterSet
     group: ProcessGroup
     framework: tuple[str, str]
     use_collectives: bool = True
+    rules: StateRules = field(default_factory=StateRules)
 
     @property
     def is_coordinator(self) -> bool:
@@ -136,7 +121,22 @@ class Job:
             world_size=self.group.world_size,
             is_coordinator=self.is_coordinator,
             use_collectives=self.use_collectives,
+            place=None if type(self.rules).place is StateRules.place else self.rules.place,
         )
+
+    def state_of(self, path: StatePath, value: Any) -> object:
+        """Ask a Stateful for its state; what it raises is named by its key and class."""
+        try:
+            return self.rules.state_of(value)
+        except Exception as error:
+            raise _named_failure(path, value, "state_dict", error) from error
+
+    def hand_state(self, path: StatePath, value: Any, state: Any) -> None:
+        """Give a Stateful its state; what it raises is named by its key and class."""
+        try:
+            self.rules.hand_state(value, state)
+        except Exception as error:
+            raise _named_failure(path, value, "load_state_dict", error) from error
 
 
 @contextmanager

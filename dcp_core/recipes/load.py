@@ -36,7 +36,7 @@ from dcp_core.planning.load_plan import LoadPlan, PeerPlan, WantedObject
 from dcp_core.planning.planners import LoadPlanner
 from dcp_core.planning.standard_load import StandardLoadPlanner
 from dcp_core.recipes.agreement import Agreement, argument_digests, check_arguments
-from dcp_core.recipes.job import Descriptions, Job, ObjectEncoding, attempt, hand_state, logger, state_of
+from dcp_core.recipes.job import Descriptions, Job, ObjectEncoding, attempt, logger
 from dcp_core.recipes.shared_reads import SharedReads
 from dcp_core.state_path import StatePath, plain_name
 from dcp_core.state_tree import OpenedStateful, check_settable, expand_stateful, set_value
@@ -133,7 +133,7 @@ class LoadRecipe:
             options.timeout_seconds,
         )  # fmt: skip
         self.reader.initialize_reader(self.options.checkpoint_id)
-        self._opened, self._stateful = expand_stateful(self._state, self._descriptions.is_tensor, state_of)
+        self._opened, self._stateful = expand_stateful(self._state, self._descriptions.is_tensor, self.job.state_of)
         self._stateful_paths = frozenset(opened.path for opened in self._stateful)
         return Agreement(argument_digests(self._arguments), flag=bool(self._stateful)).to_bytes()
 
@@ -337,7 +337,7 @@ class LoadRecipe:
     def _load_stateful(self) -> None:
         for opened in self._stateful:
             if not any(opened.path[:depth] in self._stateful_paths for depth in range(len(opened.path))):
-                hand_state(opened.path, opened.value, opened.state_dict)
+                self.job.hand_state(opened.path, opened.value, opened.state_dict)
 
     def _is_in_stateful(self, path: StatePath) -> bool:
         paths = self._stateful_paths

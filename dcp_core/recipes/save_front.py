@@ -33,7 +33,7 @@ from dcp_core.planning.plans import Narrowing, SavePlan
 from dcp_core.planning.standard_save import StandardSavePlanner
 from dcp_core.planning.write_list import WriteList
 from dcp_core.recipes.agreement import Agreement, Offer, argument_digests, check_arguments, common_plan
-from dcp_core.recipes.job import Descriptions, Job, ObjectEncoding, attempt, state_of
+from dcp_core.recipes.job import Descriptions, Job, ObjectEncoding, attempt
 from dcp_core.state_tree import expand_stateful
 
 PLAN_CACHE: PlanCache[EncodedBody] = PlanCache()
@@ -191,7 +191,7 @@ class SaveFront:
             raise ArgumentError(f"state_dict must be a mapping, found {type(state).__name__}")
         self._writer.initialize_writer(self._options.checkpoint_id)
         descriptions = Descriptions(self.job.adapters)
-        opened, _ = expand_stateful(state, descriptions.is_tensor, state_of)
+        opened, _ = expand_stateful(state, descriptions.is_tensor, self.job.state_of)
         self.planner.configure_planner(opened, self.job.planner_context(descriptions, self._codec))
         with stage("build_local_plan"):
             plan = self.planner.build_local_plan()

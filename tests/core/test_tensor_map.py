@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import doctest
 import itertools
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,10 +16,9 @@ from hypothesis import strategies as st
 
 from dcp_core.box import slices as box_slices
 from dcp_core.errors import ArgumentError, UnsupportedValueError
-from dcp_core.planning import cuts, ragged, tensor_map
 from dcp_core.planning.cuts import Cut, LocalLayout, cut_runs, local_layout
 from dcp_core.planning.ragged import ragged_range
-from dcp_core.planning.tensor_map import TensorMapLayout
+from dcp_core.planning.tensor_map import ALL_REPLICAS, TensorMapLayout
 
 Holdings = dict[int, npt.NDArray[np.bool_]]
 
@@ -265,7 +264,50 @@ def test_ragged_units_that_do_not_fit_are_refused(dims: Any, units: Any, index: 
         ragged_range((4, 3), dims, units, index)
 
 
-@pytest.mark.parametrize("module", [cuts, ragged, tensor_map])
-def test_the_examples_in_the_docs_are_true(module: Any) -> None:
-    found = doctest.testmod(module)
-    assert found.attempted and not found.failed
+# -- parallel optimizers -------------------------------------------------------------------------------------------
+
+
+@st.composite
+def optimizer_layouts(draw: st.DrawFn) -> tuple[TensorMapLayout, tuple[int, ...]]:
+    matrix = tuple(draw(st.lists(st.integers(1, 4), min_size=1, max_size=4)))
+    ndim = draw(st.integers(1, 3))
+    tensor_map: list[list[int]] = [[] for _ in range(ndim)]
+    for axis in draw(st.permutations(range(len(matrix)))):
+        dim = draw(st.integers(-1, ndim - 1))
+        if dim >= 0:
+            tensor_map[dim].append(axis)
+    whole = TensorMapLayout(matrix, tuple(tensor_map))
+    replicas = len(whole.replica_ranks(0))
+    parts = draw(st.sampled_from([n for n in range(1, replicas + 1) if replicas % n == 0]))
+    counts = [math.prod(matrix[len(matrix) - 1 - axis] for axis in axes) for axes in tensor_map]
+    shape = [count * draw(st.integers(1, 2)) for count in counts]
+    shape[0] *= parts
+    return replace(whole, optimizer_parts=parts), tuple(shape)
+
+
+@given(drawn=optimizer_layouts())
+def test_a_parallel_optimizer_cuts_once_more_between_neighbours_that_hold_the_same(
+    drawn: tuple[TensorMapLayout, tuple[int, ...]],
+) -> None:
+    layout, shape = drawn
+    whole, parts = np.arange(math.prod(shape)).reshape(shape), layout.optimizer_parts
+    uncut = replace(layout, optimizer_parts=1)
+    held = [whole[box_slices(layout_of(uncut, shape, rank).boxes[0])] for rank in layout.ranks]
+    expected = []
+    for rank, own in enumerate(held):
+        before = sum(np.array_equal(own, other) for other in held[:rank])
+        expected.append(np.split(own, parts)[before % parts])
+    for rank, own in enumerate(expected):
+        (box,) = layout_of(layout, shape, rank).boxes
+        assert np.array_equal(whole[box_slices(box)], own)
+        alike = tuple(other for other, its in enumerate(expected) if np.array_equal(its, own))
+        assert layout.replica_ranks(rank) == alike
+
+
+def test_a_parallel_optimizer_may_take_all_replicas_and_no_more() -> None:
+    assert TensorMapLayout((2, 2, 2), (0, -1), optimizer_parts=ALL_REPLICAS).optimizer_parts == 4
+    for tensor_map, parts in (((0, -1), 8), ((0, -1), 3), ((), 2), ((0, -1), 0)):
+        with pytest.raises(ArgumentError, match="parallel optimizer"):
+            TensorMapLayout((2, 2, 2), tensor_map, optimizer_parts=parts)
+    with pytest.raises(UnsupportedValueError, match="does not come out even"):
+        TensorMapLayout((2, 2), (0, -1), optimizer_parts=2).cuts((6, 3), 0)

@@ -30,10 +30,10 @@ from torch.distributed import (  # type: ignore[attr-defined]  # torch lists no 
 import dcp_torch
 from dcp_core.adapter import ProcessGroup
 from dcp_core.coordination.exchange import Exchange
+from dcp_core.coordination.store_channel import StoreChannel
 from dcp_core.errors import CoordinationError, DcpError, InDoubtError
 from dcp_torch.adapter import TorchAdapter
 from dcp_torch.remote_channel import RemoteChannel, join_store, leave_word
-from dcp_torch.store_channel import StoreChannel
 from tests.core.async_writers import Gate, GatedWriter
 from tests.torch.gloo_ranks import TorchRank, free_port, run_gloo
 from tests.torch.remote_child import Child
