@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -81,25 +82,40 @@ def run_mindspore(
     )
 
 
-def _start(context: RankContext, function: Callable[..., Any], args: tuple[Any, ...], start: str) -> Any:
+@contextmanager
+def mindspore_rank(context: RankContext) -> Iterator[Any]:
+    """Be a rank of a job that meets in a TCPStore, until all ranks are done; gives the store."""
     import mindspore
 
     import dcp_mindspore
 
     mindspore.set_device("CPU")
+    store = _meet(context)
+    os.environ.update(MASTER_ADDR=str(store.host), MASTER_PORT=str(store.port))  # what use_gloo=True asks for
+    dcp_mindspore.use_store(store, context.rank, context.world_size)
+    try:
+        yield store
+    finally:
+        _leave_together(context)
+
+
+def _start(context: RankContext, function: Callable[..., Any], args: tuple[Any, ...], start: str) -> Any:
+    import mindspore
+
+    if start == "store":
+        with mindspore_rank(context) as store:
+            return function(MindSporeRank(context.rank, context.world_size, store), *args)
+    mindspore.set_device("CPU")
     if start == "alone":
         return function(MindSporeRank(context.rank, context.world_size), *args)
     store = _meet(context)
-    os.environ.update(MASTER_ADDR=str(store.host), MASTER_PORT=str(store.port))  # what use_gloo=True asks for
-    if start == "mccl":
-        from mindspore.communication import management
+    os.environ.update(MASTER_ADDR=str(store.host), MASTER_PORT=str(store.port))
+    from mindspore.communication import management
 
-        seconds = timedelta(seconds=60)
-        management._init_with_store(
-            backend="mccl", timeout=seconds, world_size=context.world_size, rank=context.rank, store=store
-        )
-    else:
-        dcp_mindspore.use_store(store, context.rank, context.world_size)
+    seconds = timedelta(seconds=60)
+    management._init_with_store(
+        backend="mccl", timeout=seconds, world_size=context.world_size, rank=context.rank, store=store
+    )
     try:
         return function(MindSporeRank(context.rank, context.world_size, store), *args)
     finally:

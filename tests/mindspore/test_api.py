@@ -17,7 +17,8 @@ from dcp_core.plugins import activate_codecs, active_adapters
 
 def test_every_name_of_dcp_torch_is_in_dcp_mindspore() -> None:
     own = {"StoreGroup", "import_checkpoint", "read_strategy", "use_store"}
-    assert set(dir(dcp_mindspore)) == set(dir(dcp_torch)) | own
+    of_torch = {"TorchDCPReader", "describe_parts", "split_flat"}
+    assert set(dir(dcp_mindspore)) == set(dir(dcp_torch)) - of_torch | own
     for name in dir(dcp_mindspore):
         assert getattr(dcp_mindspore, name) is not None
     namespace: dict[str, object] = {}
