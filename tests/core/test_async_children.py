@@ -274,9 +274,6 @@ _FORKING = """
 import os, signal, sys, time
 import numpy as np
 from dcp_core import api
-from dcp_core.background.carriers import ProcessCarrier
-from dcp_core.background.service import service
-from dcp_core.background.task import PersistResult, PersistTask
 api.async_save({"a": np.arange(3)}, checkpoint_id=sys.argv[1]).get_result(60)
 worker = os.fork()
 if not worker:
