@@ -21,7 +21,7 @@ from dcp_core.background.peers import mailbox_folder
 from dcp_core.background.response import AsyncSaveResponse, SaveFuture
 from dcp_core.background.service import BackgroundService, InFlight, OnPending, service
 from dcp_core.background.staging import everything_held, stage
-from dcp_core.background.task import PersistTask, PlannedPart, Seat
+from dcp_core.background.task import PersistResult, PersistTask, PlannedPart, Seat
 from dcp_core.background.writer_spec import WriterSpec
 from dcp_core.coordination.verdict import safe_cause
 from dcp_core.errors import ArgumentError, DcpError, RankFailedError, encode_error
@@ -245,6 +245,16 @@ class AsyncSaveRecipe:
 
     # -- from here on in the background ---------------------------------------------------------------------------
 
+    def _put_in_flight(self, carrier: Carrier, task: PersistTask, flight: InFlight) -> Callable[[], PersistResult]:
+        """Hand a save over. What the background process says of it at once must find it in flight already."""
+        before, self._service.latest = self._service.latest, flight
+        try:
+            return carrier.hand_over(task)
+        except BaseException as error:
+            self._service.latest = before
+            flight.future.set_exception(error)  # for a thread that waits for all saves
+            raise
+
     def _hand_over(self, task: PersistTask, known: CachedPlan[EncodedBody] | None) -> AsyncSaveResponse:
         carrier = self._carrier
         assert carrier is not None, "chosen before ranks agree"
@@ -254,9 +264,8 @@ class AsyncSaveRecipe:
         keep = self._front.keeper() if table is not None else _forget
         waiting = Completion(
             flight, carrier, task.seat, WriterSpec.of(self.writer), self.writer, self.how.callback, known,
-            table, keep, self._channel(), self.job.group, carrier.hand_over(task),
+            table, keep, self._channel(), self.job.group, self._put_in_flight(carrier, task, flight),
         )  # fmt: skip
-        self._service.latest = flight
         flight.thread = threading.Thread(target=waiting.run, name=f"dcp-save-{save_id[:8]}")
         flight.future.thread = flight.thread
         flight.thread.start()

@@ -173,14 +173,20 @@ class SharedReads:
             yield lambda: groups
             return
 
+        tried: list[bool] = []  # whoever could not open them would wait in vain once more
+
         def open_groups() -> Mapping[GroupKey, BroadcastGroup]:
-            return self._open_groups(sharing.schedule.groups, broadcasts, token, groups)
+            if not tried:
+                tried.append(True)
+                self._open_groups(sharing.schedule.groups, broadcasts, token, groups)
+            return groups
 
         try:
             yield open_groups
             _check_shared(sharing)
         except Exception as error:
-            if not sharing.is_begun and isinstance(planner, StandardLoadPlanner):
+            can_walk = not sharing.is_begun and (not tried or len(groups) == len(sharing.schedule.groups))
+            if can_walk and isinstance(planner, StandardLoadPlanner):
                 with suppress(Exception):
                     BroadcastWalker(sharing, plan.wanted, open_groups(), planner.target_of).finish()
             self._leave(sharing, broadcasts, token, groups, error)
@@ -195,16 +201,13 @@ class SharedReads:
 
     def _open_groups(
         self, wanted: Sequence[SharedGroup], broadcasts: Broadcasts, token: str, groups: dict[GroupKey, BroadcastGroup]
-    ) -> Mapping[GroupKey, BroadcastGroup]:
+    ) -> None:
         for shared in wanted:
             key = shared.key
-            if key in groups:
-                continue
             given = {Origin.GIVEN: self._given.get(key.ranks), Origin.EXISTING: shared.name}.get(shared.origin)
             groups[key] = broadcasts.open(
                 key.ranks, given, self._timeout_seconds, token=token, device=self._device_of[key.kind]
             )
-        return groups
 
     def _leave(
         self,

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,9 @@ import numpy as np
 import pytest
 
 from dcp_core import api
+from dcp_core.background.carriers import ProcessCarrier
+from dcp_core.background.service import service
+from dcp_core.background.task import PersistResult, PersistTask
 from dcp_core.testing.ranks import RankContext, RankProcessError, run_ranks
 from tests.background_processes import background_processes, children_of, is_running, wait_until
 from tests.core.async_jobs import (
@@ -294,3 +297,31 @@ def test_a_worker_that_outlives_its_trainer_keeps_no_background_process(director
             assert is_running(worker)
         finally:
             os.kill(worker, signal.SIGKILL)
+
+
+def _hear_early(context: RankContext, directory: Path) -> str:
+    """The background processes agree and write before the call that handed over returns: the id they agreed on."""
+    seat, gate, hand_over = Seat.of(context), Gate(directory).close(), ProcessCarrier.hand_over
+
+    def hand_over_slowly(carrier: ProcessCarrier, task: PersistTask) -> Callable[[], PersistResult]:
+        found = hand_over(carrier, task)
+        gate.await_writing(*range(WORLD))
+        return found
+
+    seat.share()
+    state, mode = state_of(seat.rank, WORLD, 1), MODES["no channel"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ProcessCarrier, "hand_over", hand_over_slowly)
+        response = async_save(seat, state, directory, storage_writer=GatedWriter(), **mode.save)
+    flight = service().latest
+    assert flight is not None
+    heard = flight.agreed_id
+    seat.share()
+    gate.open()
+    response.get_result(60)
+    return heard
+
+
+def test_what_a_background_process_says_before_the_call_returns_is_heard(directory: Path) -> None:
+    heard = run_ranks(_hear_early, WORLD, directory, timeout_seconds=60)
+    assert heard[0] and heard == [heard[0]] * WORLD

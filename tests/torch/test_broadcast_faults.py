@@ -24,6 +24,7 @@ from dcp_core.recipes.load import OBJECT_HANDED_OUT_BYTES
 from dcp_core.storage.local import LocalStorage
 from dcp_core.testing.ranks import RankProcessError
 from dcp_torch import wires
+from dcp_torch.broadcasts import TorchBroadcasts
 from tests.torch.gloo_ranks import TorchRank, run_gloo
 from tests.torch.shared_reads import (
     SECONDS,
@@ -424,3 +425,27 @@ def test_a_rank_that_fails_before_it_broadcasts_or_after_is_heard_at_once(tmp_pa
             assert text.startswith("rank 1: could not ") and "it is gone" in text
             assert seconds < SOON
             assert wrong == []
+
+
+def load_while_one_does_not_come(rank: TorchRank, directory: Path) -> tuple[Raised, int]:
+    """Rank 1 comes to its group when the others have given up; how often did this rank try to open it?"""
+    open_group, tries = TorchBroadcasts.open, []
+
+    def counted(self: TorchBroadcasts, *args: Any, **options: Any) -> Any:
+        tries.append(args)
+        if rank.rank == 1:
+            time.sleep(4.0)
+        return open_group(self, *args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TorchBroadcasts, "open", counted)
+        outcome = outcome_of_load(poisoned(layout_of(0)), directory, timeout_seconds=2.0)
+    return outcome, len(tries)
+
+
+def test_a_group_that_could_not_be_opened_is_not_waited_for_once_more(tmp_path: Path) -> None:
+    save_all(tmp_path / "c", ranks=1)
+    for (kind, text, _), tries in run_gloo(load_while_one_does_not_come, 3, tmp_path / "c", timeout_seconds=60):
+        assert kind is not None and issubclass(kind, CoordinationError)
+        assert "rank 1" in text or "ranks 1" in text
+        assert tries == 1

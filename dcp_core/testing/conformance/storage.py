@@ -30,6 +30,14 @@ def _content(nbytes: int, seed: int = 0) -> bytes:
     return np.random.default_rng(seed).bytes(nbytes)
 
 
+def _check(found: bytes | bytearray, expected: bytes) -> None:
+    """Compare contents, and say where they differ; pytest would look for all differences, for minutes."""
+    if found == expected:
+        return
+    first = next((at for at, (a, b) in enumerate(zip(found, expected, strict=False)) if a != b), "the end")
+    pytest.fail(f"{len(found)} bytes, expected {len(expected)}; the first difference is at {first}")
+
+
 class StorageConformance(RankedSuite):
     """Tests of a `Storage`. Derive from it and say how one is made.
 
@@ -72,9 +80,9 @@ class StorageConformance(RankedSuite):
         storage.write_file("a", content)
         assert storage.size("a") == nbytes
         assert storage.exists("a")
-        assert storage.read("a") == content
+        _check(storage.read("a"), content)
         for offset, wanted in ((0, nbytes), (nbytes, 0), (nbytes // 3, nbytes // 2)):
-            assert storage.read("a", offset, wanted) == content[offset : offset + wanted]
+            _check(storage.read("a", offset, wanted), content[offset : offset + wanted])
 
     def test_buffers_of_any_kind_land_one_after_another(self, storage: Storage) -> None:
         """`write` takes what numpy and torch have: memory of any format and shape, empty buffers among it."""
@@ -91,7 +99,7 @@ class StorageConformance(RankedSuite):
             for start, middle, end in ((600, 750, 900), (0, 1, 300), (900, 1000, 1000), (300, 300, 600)):
                 handle.write(start, [content[start:middle], content[middle:end]])
             handle.sync()
-        assert storage.read("a") == content
+        _check(storage.read("a"), content)
 
     def test_a_file_is_written_and_read_by_several_threads(self, storage: Storage) -> None:
         """Handles are shared by threads, each at its own place."""
@@ -106,7 +114,7 @@ class StorageConformance(RankedSuite):
                 reader.read_into(at, memoryview(target))
                 return bytes(target)
 
-            assert b"".join(pool.map(read, pieces)) == content
+            _check(b"".join(pool.map(read, pieces)), content)
 
     def test_a_read_fills_its_whole_target(self, storage: Storage) -> None:
         """However few bytes one request of the storage gives."""
@@ -116,7 +124,7 @@ class StorageConformance(RankedSuite):
         with storage.open_read("a") as reader:
             assert reader.nbytes == len(content)
             reader.read_into(5, memoryview(target))
-        assert target == content[5:]
+        _check(target, content[5:])
 
     def test_a_read_fills_several_targets_in_order(self, storage: Storage) -> None:
         """`read_scattered`, also into empty ones."""
@@ -125,7 +133,7 @@ class StorageConformance(RankedSuite):
         targets = [bytearray(size) for size in (0, 1, 70_000, 0, 500_000, 17)]
         with storage.open_read("a") as reader:
             reader.read_scattered(11, [memoryview(target) for target in targets])
-        assert b"".join(targets) == content[11 : 11 + sum(map(len, targets))]
+        _check(b"".join(targets), content[11 : 11 + sum(map(len, targets))])
 
     def test_a_read_past_the_end_is_incomplete(self, storage: Storage) -> None:
         """A file that was cut short is found out, never filled up with zeros."""
