@@ -144,13 +144,8 @@ def _tiling_error(
     for fault in faults:
         entry = int(checked[fault.tensor])
         shape = tuple(table.shape[entry, : table.ndim[entry]].tolist())
-        region = f"offsets {fault.box.offsets} sizes {fault.box.sizes}"
-        holders = "; ".join(_describe_unique(table, boxes, row) for row in fault.rows[:4])
-        lines.append({
-            "hole": f"{table.names[entry]!r} of global shape {shape}: nobody holds {region}",
-            "overlap": f"{table.names[entry]!r} of global shape {shape}: boxes overlap in {region}: {holders}",
-            "outside": f"{table.names[entry]!r} of global shape {shape}: a box leaves the tensor: {holders}",
-        }[fault.kind])  # fmt: skip
+        holders = [_describe_unique(table, boxes, row) for row in fault.rows[:4]]
+        lines.append(fault.told(table.names[entry], shape, holders))
     error = CoverageError if all(fault.kind == "hole" for fault in faults) else OverlapError
     remedy = "every element must be held once, or by ranks that hold equal boxes; check the layout of these tensors"
     return error("; ".join(lines) + f" ({remedy})")

@@ -8,7 +8,7 @@ share of the edges, until a region has none: then every box left covers it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -35,6 +35,25 @@ class TilingFault:
     kind: Literal["hole", "overlap", "outside"]
     box: Box
     rows: tuple[int, ...]
+
+    def told(self, name: str, shape: tuple[int, ...], holders: Sequence[str]) -> str:
+        """Say what is wrong, for a message.
+
+        Args:
+            name: Of the tensor.
+            shape: Its extent, elements.
+            holders: The boxes involved, and which ranks hold them, in words.
+
+        >>> TilingFault(0, "hole", Box((6, 0), (1, 4)), ()).told("w", (7, 4), [])
+        "'w' of global shape (7, 4): nobody holds offsets (6, 0) sizes (1, 4)"
+        """
+        region = f"offsets {self.box.offsets} sizes {self.box.sizes}"
+        problem = {
+            "hole": f"nobody holds {region}",
+            "overlap": f"boxes overlap in {region}: {'; '.join(holders)}",
+            "outside": f"a box leaves the tensor: {'; '.join(holders)}",
+        }[self.kind]
+        return f"{name!r} of global shape {shape}: {problem}"
 
 
 @dataclass(frozen=True, slots=True, eq=False)

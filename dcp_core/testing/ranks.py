@@ -15,6 +15,7 @@ import multiprocessing
 import multiprocessing.forkserver
 import os
 import pickle
+import re
 import signal
 import sys
 import tempfile
@@ -26,9 +27,12 @@ from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any
 
+from dcp_core.coordination.verdict import name_ranks
+
 _EXIT_SECONDS = 3.0
 _TAIL_CHARS = 4000
 _TIMEOUT_MARK = "Timeout ("
+_ADDRESS = re.compile("0x[0-9a-f]+")  # of objects and threads: they differ where nothing else does
 _PRELOADED = ["dcp_core.testing.numpy_ranks", "dcp_core.api"]
 _PRELOADED_IF_IMPORTED = ("pytest", "hypothesis", "hypothesis.extra.numpy")
 
@@ -49,7 +53,7 @@ class RankContext:
 
 
 class RankProcessError(AssertionError):
-    """Ranks raised, died, or did not finish; one line and a traceback for each."""
+    """Ranks raised, died, or did not finish: who, and a traceback, once for all ranks whose tracebacks are the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,10 +137,18 @@ def run_ranks(
         place = stack.enter_context(tempfile.TemporaryDirectory(prefix="ranks-", dir=directory))
         jobs = _make_jobs(function, world_size, args, Path(place), timeout_seconds)
         outcomes = _run(jobs, timeout_seconds)
-    failed = [f"rank {rank}: {outcome.text}" for rank, outcome in enumerate(outcomes) if outcome.failed]
-    if failed and not return_exceptions:
-        raise RankProcessError("\n".join(failed))
+    if not return_exceptions and any(outcome.failed for outcome in outcomes):
+        raise RankProcessError(_told_once(outcomes))
     return [_result_of(outcome) for outcome in outcomes]
+
+
+def _told_once(outcomes: Sequence[_Outcome]) -> str:
+    """What failed ranks have to say, by the first that says it."""
+    said: dict[str, list[int]] = {}
+    for rank, outcome in enumerate(outcomes):
+        if outcome.failed:
+            said.setdefault(_ADDRESS.sub("0x", outcome.text), []).append(rank)
+    return "\n".join(f"{name_ranks(ranks)}: {outcomes[ranks[0]].text}" for ranks in said.values())
 
 
 def _result_of(outcome: _Outcome) -> Any:

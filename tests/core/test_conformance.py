@@ -14,7 +14,7 @@ from dcp_core.arrays import NumpyAdapter
 from dcp_core.background.mailbox import Mailbox
 from dcp_core.box import Box
 from dcp_core.coordination.directory import DirectoryChannel
-from dcp_core.dtype import DType
+from dcp_core.dtype import DTYPES, DType
 from dcp_core.execution.filesystem import FileSystemWriter
 from dcp_core.storage.base import Storage
 from dcp_core.storage.local import LocalStorage
@@ -33,7 +33,9 @@ from dcp_core.testing.ranks import RankContext
 
 
 class NumpyTensors:
-    """Arrays as tensors; types that numpy lacks are left out."""
+    """Arrays as tensors."""
+
+    lacking_dtypes = tuple(dtype.name for dtype in DTYPES if dtype.numpy is None)
 
     def make_tensor(self, bits: Bits, dtype: DType) -> Any | None:
         return bits if dtype.numpy is not None else None

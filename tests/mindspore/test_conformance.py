@@ -38,6 +38,10 @@ def tensor_of(bits: Bits, dtype: DType) -> Any | None:
 class MindSporeTensors:
     """Plain tensors."""
 
+    lacking_dtypes: tuple[str, ...] = (
+        "complex32", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2"
+    )  # fmt: skip
+
     def make_tensor(self, bits: Bits, dtype: DType) -> Any | None:
         return tensor_of(bits, dtype)
 
@@ -63,6 +67,10 @@ class TestMindSporeAdapter(MindSporeTensors, AdapterConformance):
 
 
 class TestParameters(TestMindSporeAdapter):
+    """Parameters: MindSpore copies a tensor to make one, and has no copy of 8-bit floats on the CPU."""
+
+    lacking_dtypes = (*MindSporeTensors.lacking_dtypes, "float8_e4m3fn", "float8_e5m2")
+
     def make_tensor(self, bits: Bits, dtype: DType) -> Any | None:
         tensor = tensor_of(bits, dtype)
         return tensor if tensor is None or not bits.size else mindspore.Parameter(tensor, name="w")

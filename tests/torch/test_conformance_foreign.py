@@ -27,6 +27,7 @@ pytestmark = pytest.mark.skipif("TORCHELASTIC_RUN_ID" in __import__("os").enviro
 class TestLaidOutTensors(TorchJob, DescriberConformance):
     layouts = ("rows", "blocks", "two axes", "pieces", "other order", "holder", "ragged")
     shape = (8, 4)
+    small_shape = None  # all but ragged ones cut evenly; there one of four ranks has no rows
 
     def make_describer(self) -> Describer:
         return TorchAdapter()

@@ -17,6 +17,9 @@ from __future__ import annotations
 
 import pytest
 
-_SUITES = ("adapter", "broadcasts", "carrier", "describer", "groups", "storage", "suite", "samples")
+_SUITES = ("adapter", "broadcasts", "carrier", "describer", "groups", "storage")
+_PARTS = ("comparing", "described", "registered", "samples", "suite")
 
-pytest.register_assert_rewrite(*[f"{__name__}.{suite}" for suite in _SUITES])  # so that failures show values
+pytest.register_assert_rewrite(
+    *[f"{__name__}.{suite}" for suite in (*_SUITES, *_PARTS)]
+)  # so that failures show values

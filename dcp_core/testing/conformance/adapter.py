@@ -5,7 +5,7 @@ Process groups and broadcasts have suites of their own, in `groups` and `broadca
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -18,6 +18,7 @@ from dcp_core.box import Box, slices
 from dcp_core.dtype import BY_NAME, DTYPES, DType
 from dcp_core.planning.leaves import DeviceTransfers, LocalTensor
 from dcp_core.plugin_checks import protocol_problem
+from dcp_core.testing.conformance.comparing import check_same
 from dcp_core.testing.conformance.samples import (
     BOXES,
     CASTS,
@@ -34,12 +35,15 @@ from dcp_core.testing.conformance.suite import TensorSuite
 _EVERY_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=[dtype.name for dtype in DTYPES])
 _INT32 = BY_NAME["int32"]
 _FLOAT32 = BY_NAME["float32"]
+_COPIED = "the view is a copy of the tensor's memory, not the memory itself"
+_NOT_CONVERTED = "copy_into does not convert from source_dtype, or rounds in another way than to nearest"
 
 
 class AdapterConformance(TensorSuite):
     """Tests of an `Adapter`. Derive from it and say how adapters and tensors are made.
 
-    A tensor of a type, or a view, that the framework lacks is left out; its tests are skipped.
+    Types and views that the framework lacks are declared, in `lacking_dtypes` and `lacking_views`; the tests of such a
+    type are skipped, and what is declared is checked.
     """
 
     def make_adapter(self) -> Adapter:
@@ -66,6 +70,10 @@ class AdapterConformance(TensorSuite):
         assert protocol_problem(adapter, Adapter) is None
         assert isinstance(adapter.name, str) and adapter.name
         assert isinstance(adapter.version, str) and adapter.version
+
+    def test_what_is_declared_to_be_lacking_cannot_be_made(self) -> None:
+        """`lacking_dtypes` and `lacking_views` hide nothing: what they name is tried."""
+        assert self._wrong_declarations() == []
 
     @_EVERY_DTYPE
     def test_every_dtype_is_described_by_its_name(self, adapter: Adapter, dtype: DType) -> None:
@@ -102,9 +110,8 @@ class AdapterConformance(TensorSuite):
         if found is None:
             return
         assert self._described(adapter, other).storage != found
-        for name, view in VIEWS.items():
-            part = None if name in ("whole", "nothing") else self.view_of(tensor, view)
-            if part is not None:
+        for name, part in self._taken(tensor):
+            if name not in ("whole", "nothing"):
                 assert self._described(adapter, part).storage != found, name
 
     # -- bits out --------------------------------------------------------------------------------------------------
@@ -113,29 +120,25 @@ class AdapterConformance(TensorSuite):
     def test_bits_come_out_as_they_are(self, adapter: Adapter, dtype: DType) -> None:
         """`read_out` gives the bits of any view, in `DType.bits`."""
         bits = random_bits(dtype, SHAPE)
-        for name, _, found in self._views(adapter, self._tensor(bits, dtype)):
+        for name, _, found in self._views(adapter, lambda: self._tensor(bits, dtype)):
             for view in found.views:
                 read = found.access.read_out(view)
                 assert read.dtype == dtype.bits, name
                 assert read.shape == VIEWS[name](bits).shape, name
-                assert raw(read) == raw(VIEWS[name](bits)), name
+                check_same(read, VIEWS[name](bits), f"what read_out gives of the view {name!r} of {dtype.name}")
 
     @_EVERY_DTYPE
     def test_a_host_array_shares_the_tensors_memory(self, adapter: Adapter, dtype: DType) -> None:
         """Where `host_array` gives an array, what is written there is in the tensor."""
-        for name in VIEWS:
-            tensor = self._tensor(random_bits(dtype, SHAPE), dtype)
-            taken = self.view_of(tensor, VIEWS[name])
-            if taken is None:
-                continue
-            found = self._described(adapter, taken)
+        for name, taken, found in self._views(adapter, lambda: self._tensor(random_bits(dtype, SHAPE), dtype)):
             for view in found.views:
                 array = found.access.host_array(view)
                 if array is not None:
                     assert array.dtype == dtype.bits, name
                     assert array.shape == tuple(view.shape), name
                     array[...] = np.zeros((), dtype.bits)
-                    assert raw(self.bits_of(taken)) == bytes(array.nbytes), name
+                    where = f"the view {name!r} of {dtype.name} after zeros were written to its host_array"
+                    check_same(self.bits_of(taken), np.zeros(array.shape, dtype.bits), where, _COPIED)
 
     def test_what_was_read_out_does_not_change_when_more_is_read(self, adapter: Adapter) -> None:
         """A save holds several copies at a time: each needs memory of its own."""
@@ -143,22 +146,22 @@ class AdapterConformance(TensorSuite):
         tensors = [self._tensor(each, _INT32) for each in bits]
         found = [self._described(adapter, tensor) for tensor in tensors]
         read = [each.access.read_out(each.views[0]) for each in found]
-        assert [raw(each) for each in read] == [raw(each) for each in bits]
+        for number, (one, expected) in enumerate(zip(read, bits, strict=True)):
+            where = f"tensor {number} of {len(bits)} that read_out had given"
+            check_same(one, expected, where, "read_out gives the same memory each time")
 
     def test_a_copy_on_the_host_does_not_follow_its_tensor(self, adapter: Adapter) -> None:
         """Where the host does not share a tensor's memory, what was read out stays as it was."""
         before, after = random_bits(_INT32, SHAPE, 1), random_bits(_INT32, SHAPE, 2)
-        for name, take in VIEWS.items():
-            taken = self.view_of(self._tensor(before, _INT32), take)
-            if taken is None:
-                continue
-            found = self._described(adapter, taken)
+        for name, taken, found in self._views(adapter, lambda: self._tensor(before, _INT32)):
+            take = VIEWS[name]
             for view in found.views:
                 if found.access.host_array(view) is None:
                     read = found.access.read_out(view)
                     found.access.copy_into(view, take(after), _INT32)
-                    assert raw(self.bits_of(taken)) == raw(take(after)), name
-                    assert raw(read) == raw(take(before)), name
+                    check_same(self.bits_of(taken), take(after), f"the view {name!r} after copy_into", _COPIED)
+                    where = f"what read_out had given of the view {name!r}, after copy_into"
+                    check_same(read, take(before), where, "read_out gives memory that the tensor shares")
 
     # -- bits in ---------------------------------------------------------------------------------------------------
 
@@ -167,11 +170,12 @@ class AdapterConformance(TensorSuite):
         """`copy_into` fills a view of any strides, bit for bit, and nothing beside it."""
         expected, after = random_bits(dtype, SHAPE, 1), random_bits(dtype, SHAPE, 2)
         tensor = self._tensor(expected, dtype)
-        for name, _, found in reversed(list(self._views(adapter, tensor))):
+        for name, _, found in reversed(list(self._views(adapter, lambda: tensor))):
             for view in found.views:
                 found.access.copy_into(view, VIEWS[name](after), dtype)
             VIEWS[name](expected)[...] = VIEWS[name](after)
-            assert raw(self.bits_of(tensor)) == raw(expected), name
+            where = f"the tensor of {dtype.name} after copy_into its view {name!r}"
+            check_same(self.bits_of(tensor), expected, where, _COPIED)
             after = random_bits(dtype, SHAPE, len(name))
 
     def test_bits_may_come_in_any_memory(self, adapter: Adapter) -> None:
@@ -185,34 +189,37 @@ class AdapterConformance(TensorSuite):
             tensor = self._tensor(np.zeros(SHAPE, _INT32.bits), _INT32)
             found = self._described(adapter, tensor)
             found.access.copy_into(found.views[0], bits, _INT32)
-            assert raw(self.bits_of(tensor)) == raw(bits)
+            where = f"the tensor after copy_into from an array with the strides {bits.strides}"
+            check_same(self.bits_of(tensor), bits, where)
 
     @_EVERY_DTYPE
     def test_elements_are_converted(self, adapter: Adapter, dtype: DType) -> None:
         """`copy_into` converts from the type that is stored to the tensor's own."""
         for source in [source for source, target in CASTS if target == dtype]:
-            if self.make_tensor(random_bits(source, SHAPE), source) is None:
+            if source.name in self.lacking_dtypes:
                 continue
             tensor = self._tensor(random_bits(dtype, SHAPE), dtype)
             bits = small_numbers(source, SHAPE)
             found = self._described(adapter, tensor)
             found.access.copy_into(found.views[0], bits, source)
-            assert raw(self.bits_of(tensor)) == raw(convert(bits, source, dtype)), f"from {source.name}"
+            where = f"the tensor of {dtype.name} after copy_into from {source.name}"
+            check_same(self.bits_of(tensor), convert(bits, source, dtype), where, _NOT_CONVERTED)
 
     def test_a_view_of_some_elements_is_converted_too(self, adapter: Adapter) -> None:
         """Strides and a conversion together."""
         before = small_numbers(_FLOAT32, SHAPE)
         tensor = self._tensor(before, _FLOAT32)
-        taken = self.view_of(tensor, VIEWS["every other"])
-        if taken is None:
-            pytest.skip("the framework has no such views")
+        if "every other" in self.lacking_views:
+            pytest.skip("lacking_views names 'every other'")
+        taken = self._view_named("every other", VIEWS["every other"], tensor)
         found = self._described(adapter, taken)
         numbers = np.array([[3, 5], [7, 9], [11, 13]], np.float16)
         for view in found.views:
             found.access.copy_into(view, numbers, BY_NAME["float16"])
         expected = before.copy()
         VIEWS["every other"](expected)[...] = numbers
-        assert raw(self.bits_of(tensor)) == raw(expected)
+        where = "the tensor of float32 after copy_into its view 'every other' from float16"
+        check_same(self.bits_of(tensor), expected, where, _NOT_CONVERTED)
 
     def test_parts_are_filled_by_several_threads(self, adapter: Adapter) -> None:
         """Parts of a tensor in host memory are written at the same time."""
@@ -228,7 +235,8 @@ class AdapterConformance(TensorSuite):
 
         with ThreadPoolExecutor(8) as pool:
             list(pool.map(fill, range(64)))
-        assert raw(self.bits_of(tensor)) == raw(bits)
+        where = "the tensor after eight threads filled its rows"
+        check_same(self.bits_of(tensor), bits, where, "copy_into uses memory that calls at the same time share")
 
     # -- parts -----------------------------------------------------------------------------------------------------
 
@@ -240,11 +248,12 @@ class AdapterConformance(TensorSuite):
         found = self._described(adapter, tensor)
         part = found.access.narrow(found.views[0], box)
         assert tuple(part.shape) == box.sizes
-        assert raw(found.access.read_out(part)) == raw(before[slices(box)])
+        check_same(found.access.read_out(part), before[slices(box)], f"the part {box}")
         found.access.copy_into(part, after, _INT32)
         expected = before.copy()
         expected[slices(box)] = after
-        assert raw(self.bits_of(tensor)) == raw(expected)
+        where = f"the tensor after copy_into its part {box}"
+        check_same(self.bits_of(tensor), expected, where, "narrow gives a copy of the part, not the part itself")
 
     def test_narrow_of_a_part_counts_from_the_part(self, adapter: Adapter) -> None:
         """Boxes are relative to the view that they narrow."""
@@ -252,11 +261,11 @@ class AdapterConformance(TensorSuite):
         found = self._described(adapter, self._tensor(bits, _INT32))
         part = found.access.narrow(found.views[0], Box((1, 1), (4, 3)))
         inner = found.access.narrow(part, Box((1, 2), (2, 1)))
-        assert raw(found.access.read_out(inner)) == raw(bits[1:5, 1:4][1:3, 2:3])
+        check_same(found.access.read_out(inner), bits[1:5, 1:4][1:3, 2:3], "a part of a part")
 
     def test_every_view_can_be_filled_unless_it_says_why_not(self, adapter: Adapter) -> None:
         """Slices can; what is read-only, or has elements that share memory, says so."""
-        for name, _, found in self._views(adapter, self._tensor(random_bits(_INT32, SHAPE), _INT32)):
+        for name, _, found in self._views(adapter, lambda: self._tensor(random_bits(_INT32, SHAPE), _INT32)):
             for view in found.views:
                 assert found.access.writable_problem(view) is None, name
         for value in self.unwritable_views():
@@ -276,7 +285,7 @@ class AdapterConformance(TensorSuite):
         assert memory.shape == (bits.nbytes,)
         assert memory.flags.c_contiguous
         transfers.start_copy_out(found.views[0], memory)()
-        assert memory.tobytes() == raw(bits)
+        check_same(memory.tobytes(), bits, f"what start_copy_out brought of {dtype.name}")
 
     def test_several_copies_are_under_way_at_a_time(self, adapter: Adapter) -> None:
         """They are awaited later, in any order."""
@@ -288,7 +297,7 @@ class AdapterConformance(TensorSuite):
             waits.append((memory, bits, transfers.start_copy_out(found.views[0], memory)))
         for memory, bits, wait in reversed(waits):
             wait()
-            assert memory.tobytes() == raw(bits)
+            check_same(memory.tobytes(), bits, "one of four copies that were under way", "host_memory is shared")
 
     def test_copies_from_page_locked_memory_convert(self, adapter: Adapter) -> None:
         """`start_copy_in` does what `copy_into` does."""
@@ -299,7 +308,8 @@ class AdapterConformance(TensorSuite):
             memory = transfers.host_memory(bits.nbytes)
             memory[:] = np.frombuffer(raw(bits), np.uint8)
             transfers.start_copy_in(found.views[0], memory.view(source.bits).reshape(SHAPE), source)()
-            assert raw(self.bits_of(tensor)) == raw(convert(bits, source, _FLOAT32))
+            where = f"the tensor of float32 after start_copy_in from {source.name}"
+            check_same(self.bits_of(tensor), convert(bits, source, _FLOAT32), where, _NOT_CONVERTED)
 
     # -- the process -----------------------------------------------------------------------------------------------
 
@@ -309,10 +319,9 @@ class AdapterConformance(TensorSuite):
             assert (group.rank, group.world_size, group.global_rank, group.channel) == (0, 1, 0, None)
 
     def _tensor(self, bits: Bits, dtype: DType) -> Any:
-        tensor = self.make_tensor(bits.copy(), dtype)
-        if tensor is None:
-            pytest.skip(f"the framework has no {dtype.name}")
-        return tensor
+        if dtype.name in self.lacking_dtypes:
+            pytest.skip(f"lacking_dtypes names {dtype.name}")
+        return self._made(bits, dtype)
 
     def _described(self, adapter: Adapter, value: Any) -> LocalTensor:
         found = adapter.describe(value)
@@ -320,11 +329,11 @@ class AdapterConformance(TensorSuite):
         assert len(found.boxes) == len(found.views)
         return found
 
-    def _views(self, adapter: Adapter, tensor: Any) -> Iterator[tuple[str, Any, LocalTensor]]:
-        """The views of a tensor that the framework has, by name, with their descriptions."""
+    def _views(self, adapter: Adapter, make: Callable[[], Any]) -> Iterator[tuple[str, Any, LocalTensor]]:
+        """Each view that the framework has, of a tensor of its own: its name, the view and its description."""
         for name, view in VIEWS.items():
-            taken = self.view_of(tensor, view)
-            if taken is not None:
+            if name not in self.lacking_views:
+                taken = self._view_named(name, view, make())
                 yield name, taken, self._described(adapter, taken)
 
     def _on_device(self, adapter: Adapter, tensor: Any) -> tuple[LocalTensor, DeviceTransfers]:

@@ -10,8 +10,9 @@ import pytest
 
 from dcp_core.adapter import Adapter, BroadcastGroup, Broadcasts, BroadcastWork, ProcessGroup, drain
 from dcp_core.coordination.exchange import Exchange
-from dcp_core.dtype import BY_NAME, DTYPES
+from dcp_core.dtype import BY_NAME
 from dcp_core.errors import ArgumentError, CoordinationError
+from dcp_core.testing.conformance.comparing import told_difference
 from dcp_core.testing.conformance.samples import FOREIGN_VALUES, SHAPE, VIEWS, random_bits, raw
 from dcp_core.testing.conformance.suite import RankedSuite, TensorSuite
 from dcp_core.testing.ranks import RankContext
@@ -54,6 +55,14 @@ class BroadcastConformance(TensorSuite, RankedSuite):
         self._meet(adapter)
         return kinds
 
+    def test_what_is_declared_to_be_lacking_cannot_be_made(self) -> None:
+        """`lacking_dtypes` and `lacking_views` hide nothing: what they name is tried."""
+        assert self.run_in_ranks(self._tell_wrong_declarations, 1) == [[]]
+
+    def _tell_wrong_declarations(self, context: RankContext, adapter: Adapter) -> list[str]:
+        """A job: what is declared to be lacking, and is not."""
+        return self._wrong_declarations()
+
     def test_tensors_are_carried_and_nothing_else(self) -> None:
         """One state may hold leaves of several frameworks; each rank reads those of others by itself."""
         assert self.run_in_ranks(self._tell_what_is_carried, 2) == [(True, [])] * 2
@@ -62,9 +71,10 @@ class BroadcastConformance(TensorSuite, RankedSuite):
         """A job: whether a tensor is carried, and which foreign values are."""
         found = self._broadcasts(adapter)
         carried = [repr(value) for value in (*FOREIGN_VALUES, *self.foreign_values()) if found.carries(value)]
-        tensor = self.make_tensor(random_bits(_INT32, SHAPE), _INT32)
+        tensor = self._made(random_bits(_INT32, SHAPE), _INT32)
+        is_carried = found.carries(tensor) or found.carries(_handed(adapter, tensor))
         self._meet(adapter)
-        return found.carries(tensor), carried
+        return is_carried, carried
 
     def test_every_dtype_and_layout_arrives(self) -> None:
         """Out of a view's own memory and into it where it is plain bytes, else packed; nothing beside it changes."""
@@ -74,20 +84,18 @@ class BroadcastConformance(TensorSuite, RankedSuite):
         """A job: rank 1 sends views of all types and layouts; gives those that are wrong."""
         group = self._open(adapter, (0, 1), "views")
         wrong = []
-        for dtype in DTYPES:
+        for dtype in self._dtypes():
             own, sent = (random_bits(dtype, SHAPE, rank) for rank in (context.rank, 1))
-            for name in _VIEWS:
-                tensor = self.make_tensor(own.copy(), dtype)
-                view = None if tensor is None else self.view_of(tensor, VIEWS[name])
-                if view is None:
-                    continue
+            for name in self._view_names():
+                tensor = self._made(own, dtype)
+                view = _handed(adapter, self._view_named(name, VIEWS[name], tensor))
                 self._travel(group, [view], VIEWS[name](sent).nbytes, 1, context.rank)
                 expected = own.copy()
                 VIEWS[name](expected)[...] = VIEWS[name](sent)
-                if raw(self.bits_of(tensor)) != raw(expected):
-                    wrong.append(f"{dtype.name}, {name}")
+                where = f"the tensor of {dtype.name} whose view {name!r} was sent by rank 1"
+                wrong.append(told_difference(self.bits_of(tensor), expected, where))
         self._close(adapter, group)
-        return wrong
+        return [problem for problem in wrong if problem is not None]
 
     def test_a_batch_arrives_in_its_order(self) -> None:
         """Several views travel as one wire, and come apart again."""
@@ -97,20 +105,19 @@ class BroadcastConformance(TensorSuite, RankedSuite):
         """A job: rank 0 sends all views of a type at once; gives what is wrong."""
         group = self._open(adapter, (0, 1), "batches")
         wrong = []
-        for dtype in DTYPES:
-            views, sent = [], []
-            for number, name in enumerate(_VIEWS):
-                tensor = self.make_tensor(random_bits(dtype, SHAPE, 10 * context.rank + number), dtype)
-                view = None if tensor is None else self.view_of(tensor, VIEWS[name])
-                if view is not None:
-                    views.append(view)
-                    sent.append(VIEWS[name](random_bits(dtype, SHAPE, number)))
-            if views:
-                self._travel(group, views, sum(bits.nbytes for bits in sent), 0, context.rank)
-            if [raw(self.bits_of(view)) for view in views] != [raw(bits) for bits in sent]:
-                wrong.append(dtype.name)
+        for dtype in self._dtypes():
+            taken, sent = [], []
+            for number, name in enumerate(self._view_names()):
+                tensor = self._made(random_bits(dtype, SHAPE, 10 * context.rank + number), dtype)
+                taken.append(self._view_named(name, VIEWS[name], tensor))
+                sent.append(VIEWS[name](random_bits(dtype, SHAPE, number)))
+            views = [_handed(adapter, part) for part in taken]
+            self._travel(group, views, sum(bits.nbytes for bits in sent), 0, context.rank)
+            for name, part, expected in zip(self._view_names(), taken, sent, strict=True):
+                where = f"the view {name!r} of {dtype.name}, sent by rank 0 among others"
+                wrong.append(told_difference(self.bits_of(part), expected, where))
         self._close(adapter, group)
-        return wrong
+        return [problem for problem in wrong if problem is not None]
 
     def test_parts_of_a_temporary_travel_alone(self) -> None:
         """Slices of a temporary wire are wires as well."""
@@ -119,14 +126,15 @@ class BroadcastConformance(TensorSuite, RankedSuite):
     def _send_slices(self, context: RankContext, adapter: Adapter) -> bool:
         """A job: send the halves of a packed tensor, the second one first."""
         group = self._open(adapter, (0, 1), "slices")
-        tensor = self.make_tensor(random_bits(_INT32, SHAPE, context.rank), _INT32)
-        wire = group.temporary(120, tensor)
+        tensor = self._made(random_bits(_INT32, SHAPE, context.rank), _INT32)
+        view = _handed(adapter, tensor)
+        wire = group.temporary(120, view)
         if context.rank == 0:
-            group.pack([tensor], wire)
+            group.pack([view], wire)
         for part in (wire[60:120], wire[:60]):
             group.broadcast(part, 0).wait()
         if context.rank == 1:
-            group.unpack(wire, [tensor])
+            group.unpack(wire, [view])
         self._close(adapter, group)
         return raw(self.bits_of(tensor)) == raw(random_bits(_INT32, SHAPE, 0))
 
@@ -144,9 +152,9 @@ class BroadcastConformance(TensorSuite, RankedSuite):
         for turn in range(2):
             for ranks, group in opened:
                 for source in ranks:
-                    tensor = self.make_tensor(random_bits(_INT32, (50, 40), 100 * turn + context.rank), _INT32)
+                    tensor = self._made(random_bits(_INT32, (50, 40), 100 * turn + context.rank), _INT32)
                     expected = raw(random_bits(_INT32, (50, 40), 100 * turn + source))
-                    wire = group.wire(tensor)
+                    wire = group.wire(_handed(adapter, tensor))
                     assert wire is not None, "a contiguous tensor is its own wire"
                     started.append((tensor, expected, group.broadcast(wire, source)))
         wrong = []
@@ -169,8 +177,8 @@ class BroadcastConformance(TensorSuite, RankedSuite):
         wrong = []
         for turn in range(3):
             group = self._open(adapter, (0, 1), f"load-{turn}")
-            tensor = self.make_tensor(random_bits(_INT32, SHAPE, 10 * turn + context.rank), _INT32)
-            group.broadcast(group.wire(tensor), turn % 2).wait()
+            tensor = self._made(random_bits(_INT32, SHAPE, 10 * turn + context.rank), _INT32)
+            group.broadcast(group.wire(_handed(adapter, tensor)), turn % 2).wait()
             if raw(self.bits_of(tensor)) != raw(random_bits(_INT32, SHAPE, 10 * turn + turn % 2)):
                 wrong.append(turn)
             self._close(adapter, group)
@@ -190,15 +198,15 @@ class BroadcastConformance(TensorSuite, RankedSuite):
         group = self._open(adapter, (0, 1), "silence", _SHORT_SECONDS)
         found = None
         if context.rank == 0:
-            tensor = self.make_tensor(random_bits(_INT32, SHAPE), _INT32)
-            work = group.broadcast(group.wire(tensor), 1)
+            view = _handed(adapter, self._made(random_bits(_INT32, SHAPE), _INT32))
+            work = group.broadcast(group.wire(view), 1)
             began = time.monotonic()
             work.is_done()
             with pytest.raises(CoordinationError) as caught:
                 work.wait()
             ended = time.monotonic()
             with pytest.raises(CoordinationError):
-                group.broadcast(group.temporary(4, tensor), 1).wait()
+                group.broadcast(group.temporary(4, view), 1).wait()
             group.close()
             found = str(caught.value), ended - began, time.monotonic() - ended
         self._meet(adapter)
@@ -223,10 +231,10 @@ class BroadcastConformance(TensorSuite, RankedSuite):
             sent = [VIEWS[name](random_bits(_INT32, SHAPE, 0)) for name in (*names, *_VIEWS)]
             self._travel(group, own[:1], own[0].nbytes, 0, context.rank)
             self._travel(group, own[1:], sum(view.nbytes for view in own[1:]), 0, context.rank)
-            if [raw(view) for view in own] != [raw(view) for view in sent]:
-                wrong += names
+            for name, array, expected in zip((*names, *_VIEWS), own, sent, strict=True):
+                wrong.append(told_difference(array, expected, f"the view {name!r} of an array"))
         self._close(adapter, group)
-        return wrong
+        return [problem for problem in wrong if problem is not None]
 
     def test_a_member_that_gives_up_is_heard_before_the_time_is_up(self) -> None:
         """`fail` ends what is under way everywhere, and tells why."""
@@ -236,11 +244,11 @@ class BroadcastConformance(TensorSuite, RankedSuite):
     def _wait_for_one_that_gives_up(self, context: RankContext, adapter: Adapter) -> str:
         """A job: rank 1 gives the group up; gives the errors."""
         group = self._open(adapter, (0, 1), "fails", _HEARD_SECONDS)
-        tensor = self.make_tensor(random_bits(_INT32, SHAPE), _INT32)
+        view = _handed(adapter, self._made(random_bits(_INT32, SHAPE), _INT32))
         if context.rank == 1:
             group.fail(CoordinationError(_REASON))
         with pytest.raises(CoordinationError) as caught:
-            group.broadcast(group.wire(tensor), 1).wait()
+            group.broadcast(group.wire(view), 1).wait()
         self._close(adapter, group)
         return str(caught.value)
 
@@ -254,10 +262,10 @@ class BroadcastConformance(TensorSuite, RankedSuite):
         if context.rank == 1:
             found.give_up((0, 1), _REASON, token="away", device=self.device)
         else:
-            tensor = self.make_tensor(random_bits(_INT32, SHAPE), _INT32)
+            view = _handed(adapter, self._made(random_bits(_INT32, SHAPE), _INT32))
             try:  # some wait for all members when a group is opened, others when something is sent
                 group = self._open(adapter, (0, 1), "away", _HEARD_SECONDS)
-                group.broadcast(group.wire(tensor), 1).wait()
+                group.broadcast(group.wire(view), 1).wait()
             except CoordinationError as error:
                 text = str(error)
         self._meet(adapter)
@@ -280,6 +288,9 @@ class BroadcastConformance(TensorSuite, RankedSuite):
             accepted.append(str(groups))
         self._meet(adapter)
         return accepted
+
+    def _view_names(self) -> list[str]:
+        return [name for name in _VIEWS if name not in self.lacking_views]
 
     def _broadcasts(self, adapter: Adapter) -> Broadcasts:
         found = adapter.process_group().broadcasts
@@ -310,3 +321,11 @@ class BroadcastConformance(TensorSuite, RankedSuite):
         group: ProcessGroup = adapter.process_group()
         Exchange(group.rank, group.world_size, group.channel, key="meet", timeout_seconds=_SECONDS).run("meet")
         drain(group.channel, _DRAIN_SECONDS)
+
+
+def _handed(adapter: Adapter, tensor: Any) -> Any:
+    """What the core hands to groups: an array where a view lies in host memory as it is, else the view."""
+    found = adapter.describe(tensor)
+    assert found is not None and len(found.views) == 1, "the adapter does not describe the tensor as one box"
+    array = found.access.host_array(found.views[0])
+    return found.views[0] if array is None else array

@@ -7,56 +7,38 @@ whole tensor.
 from __future__ import annotations
 
 import itertools
-import types
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import pytest
 
-from dcp_core import api, plugins
+from dcp_core import api
 from dcp_core.adapter import Adapter, Describer
-from dcp_core.box import Box, contains, intersect, slices
+from dcp_core.box import Box, contains, slices
 from dcp_core.dtype import DType, dtype_named
 from dcp_core.errors import UnsupportedValueError
-from dcp_core.hookspecs import DescriberEntry, hookimpl
 from dcp_core.planning.leaves import LocalTensor
 from dcp_core.plugin_checks import protocol_problem
-from dcp_core.testing.conformance.samples import FOREIGN_VALUES, Bits, random_bits, raw
+from dcp_core.testing.conformance.comparing import check_same, told_difference
+from dcp_core.testing.conformance.described import (
+    Case,
+    Held,
+    Shape,
+    bits_of,
+    boxes_of,
+    count_of_ranks,
+    is_apart,
+    tiling_problem,
+)
+from dcp_core.testing.conformance.registered import make_known, problem_of_registration, registrations
+from dcp_core.testing.conformance.samples import FOREIGN_VALUES, Bits, random_bits
 from dcp_core.testing.conformance.suite import RankedSuite
-from dcp_core.testing.ranks import RankContext
+from dcp_core.testing.ranks import RankContext, RankProcessError
 
 _SECONDS = 30.0
-
-
-@dataclass(frozen=True, slots=True)
-class Held:
-    """What a rank's value was described as.
-
-    Attributes:
-        is_tensor: Whether `describe` gave a `LocalTensor`; nothing else is filled in where not.
-        global_shape: Of the whole tensor.
-        dtype: Name of the element type.
-        boxes: What the rank holds.
-        view_shapes: Of the views.
-        bits: What the views hold, raw.
-        landed: What a second description of the value holds after other bits were written to the views of the first.
-        replica_ranks: Ranks said to hold the same.
-        is_steady: Whether both descriptions tell the same boxes and the same storage.
-        is_apart: Whether a second value has another storage, where that is told.
-    """
-
-    is_tensor: bool
-    global_shape: tuple[int, ...] = ()
-    dtype: str = ""
-    boxes: tuple[Box, ...] = ()
-    view_shapes: tuple[tuple[int, ...], ...] = ()
-    bits: tuple[bytes, ...] = ()
-    landed: tuple[bytes, ...] = ()
-    replica_ranks: tuple[int, ...] | None = None
-    is_steady: bool = True
-    is_apart: bool = True
+_COPIED = "the view is a copy of the value's memory, not the memory itself, so that a load is lost"
+_WRONG_PLACE = "the view is another part of the tensor than its box"
 
 
 class DescriberConformance(RankedSuite):
@@ -68,13 +50,22 @@ class DescriberConformance(RankedSuite):
         layouts: Names of ways to cut a tensor, for `make_value`; at least one.
         worlds: How many ranks to try.
         shape: Of the whole tensor.
+        small_shape: Of a second tensor, too small for all ranks: some hold nothing of it. None where in no layout a
+            rank can hold nothing.
+        small_layouts: The layouts that cut the second tensor, too; None: all of them.
         dtypes: Names of the element types to try.
+        plugin: Name of the entry point whose plugin registers the describer; the tests then fail unless that is
+            installed and DCP asks the describer by it. None: a plugin that registers it is found and checked as well,
+            and where there is none, the tests register the describer themselves.
     """
 
     layouts: tuple[str, ...] = ()
     worlds: tuple[int, ...] = (1, 2, 4)
     shape: tuple[int, ...] = (7, 6)
+    small_shape: tuple[int, ...] | None = (3, 6)
+    small_layouts: tuple[str, ...] | None = None
     dtypes: tuple[str, ...] = ("float32", "bfloat16")
+    plugin: str | None = None
 
     def make_describer(self) -> Describer:
         """Make the describer; called in ranks, and in the test's process."""
@@ -105,77 +96,111 @@ class DescriberConformance(RankedSuite):
     def test_it_has_the_method_of_the_protocol(self) -> None:
         """`describe`, which takes a value."""
         assert protocol_problem(self.make_describer(), Describer) is None
-        assert self.layouts, "name at least one layout"
+
+    def test_the_plugin_that_registers_it_is_asked(self) -> None:
+        """Saves and loads find a describer by the name in its entry, which nothing else checks."""
+        (told,) = self.run_in_ranks(self._tell_registration, 1)
+        if told is None:
+            pytest.skip("no plugin registers the describer; once one does, let `plugin` be its entry point's name")
+        assert told == ""
+
+    def _tell_registration(self, context: RankContext, adapter: Adapter) -> str | None:
+        """A job: what is wrong with the registration; None where there is none, and none is expected."""
+        describer, dtype = self.make_describer(), dtype_named(self.dtypes[0])
+        if self.plugin is None and not registrations(describer, None):
+            return None
+        found = {
+            problem_of_registration(
+                describer, self.make_value(layout, random_bits(dtype, self.shape), dtype, 0, 1), self.plugin
+            )
+            for layout in self._names("layouts")
+        }
+        return "; ".join(sorted(problem for problem in found if problem is not None))
 
     def test_every_value_is_described(self) -> None:
         """A rank that holds nothing has a description too: it knows shape and dtype."""
-        for case, dtype, ranks in self._all():
-            assert [held.is_tensor for held in ranks] == [True] * len(ranks), case
-            assert {held.global_shape for held in ranks} == {self.shape}, case
-            assert {held.dtype for held in ranks} == {dtype}, case
+        for case in self._all():
+            for rank, held in enumerate(case.ranks):
+                where = f"{case.words}: rank {rank}"
+                assert held.is_tensor, f"{where}: describe gives no LocalTensor"
+                assert held.global_shape == case.shape, f"{where} tells the shape {held.global_shape}"
+                hint = " and holds nothing: a description without views needs the dtype told" if not held.boxes else ""
+                assert held.dtype == case.dtype, f"{where} tells the dtype {held.dtype}{hint}"
+
+    def test_some_rank_holds_nothing(self) -> None:
+        """There are small tensors in every model, and jobs with more ranks than these have rows."""
+        cases = list(self._all())
+        if any(not held.boxes for case in cases for held in case.ranks):
+            return
+        if self.small_shape is None:
+            pytest.skip("small_shape is None: in no layout can a rank hold nothing")
+        worlds = ", ".join(str(world) for world in self.worlds)
+        pytest.fail(
+            f"on {worlds} ranks, every rank holds something of a tensor of shape {self.small_shape}; let small_shape "
+            "be smaller, or None if in no layout a rank can hold nothing"
+        )
 
     def test_boxes_lie_in_the_tensor_and_have_elements(self) -> None:
         """Empty boxes are left out."""
-        for case, _, ranks in self._all():
-            for box in _boxes(ranks):
-                assert not box.is_empty, case
-                assert box.ndim == len(self.shape), case
-                assert contains(Box.whole(self.shape), box), f"{case}: {box} leaves {self.shape}"
+        for case in self._all():
+            for box in boxes_of(case.ranks):
+                assert not box.is_empty, f"{case.words}: {box} has no elements; leave it out"
+                assert box.ndim == len(case.shape), f"{case.words}: {box}"
+                assert contains(Box.whole(case.shape), box), f"{case.words}: {box} leaves {case.shape}"
 
     def test_views_have_the_sizes_of_their_boxes(self) -> None:
         """One view a box."""
-        for case, _, ranks in self._all():
-            for held in ranks:
-                assert list(held.view_shapes) == [box.sizes for box in held.boxes], case
+        for case in self._all():
+            for rank, held in enumerate(case.ranks):
+                assert list(held.view_shapes) == [box.sizes for box in held.boxes], f"{case.words}: rank {rank}"
 
     def test_boxes_of_a_rank_do_not_overlap(self) -> None:
         """An element that a rank holds twice would be stored twice."""
-        for case, _, ranks in self._all():
-            for held in ranks:
+        for case in self._all():
+            for rank, held in enumerate(case.ranks):
                 for one, other in itertools.combinations(held.boxes, 2):
-                    assert _apart(one, other), f"{case}: {one} and {other}"
+                    assert is_apart(one, other), f"{case.words}: rank {rank} holds {one} and {other}"
 
     def test_the_boxes_of_all_ranks_are_the_whole_tensor(self) -> None:
-        """Every element is held; boxes of two ranks are the same, or apart."""
-        for case, _, ranks in self._all():
-            count = np.zeros(self.shape, np.int64)
-            for box in set(_boxes(ranks)):
-                count[slices(box)] += 1
-            assert (count == 1).all(), f"{case}: how often each element is held: {count.tolist()}"
+        """Every element is held; boxes of two ranks are the same, or apart. A save would refuse anything else."""
+        for case in self._all():
+            problem = tiling_problem(case)
+            if problem is not None:
+                pytest.fail(f"{case.words}: {problem}")
 
     def test_views_hold_the_elements_of_their_boxes(self) -> None:
         """Brute force: the same part of the whole tensor, bit for bit."""
-        for case, dtype, ranks in self._all():
-            whole = random_bits(dtype_named(dtype), self.shape)
-            for rank, held in enumerate(ranks):
-                for box, bits in zip(held.boxes, held.bits, strict=False):
-                    assert bits == raw(whole[slices(box)]), f"{case}: {box} on rank {rank}"
+        for case, rank, held in self._each():
+            whole = random_bits(dtype_named(case.dtype), case.shape)
+            for box, bits in zip(held.boxes, held.bits, strict=False):
+                check_same(bits, whole[slices(box)], f"{case.words}: {box} on rank {rank}", _WRONG_PLACE)
 
     def test_what_is_written_to_a_view_lands_in_the_value(self) -> None:
         """A load writes into views; a view that is a copy loses that."""
-        for case, dtype, ranks in self._all():
-            other = random_bits(dtype_named(dtype), self.shape, 1)
-            for rank, held in enumerate(ranks):
-                for box, bits in zip(held.boxes, held.landed, strict=False):
-                    assert bits == raw(other[slices(box)]), f"{case}: {box} on rank {rank}"
+        for case, rank, held in self._each():
+            other = random_bits(dtype_named(case.dtype), case.shape, 1)
+            for box, bits in zip(held.boxes, held.landed, strict=False):
+                where = f"{case.words}: {box} on rank {rank}, after other elements were written to its view"
+                check_same(bits, other[slices(box)], where, _COPIED)
 
     def test_a_value_is_described_alike_again(self) -> None:
         """Plans are kept from save to save for as long as nothing changes."""
-        for case, _, ranks in self._all():
-            assert all(held.is_steady for held in ranks), case
+        for case, rank, held in self._each():
+            assert held.is_steady, f"{case.words}: rank {rank} tells other boxes, or another storage, the second time"
 
     def test_values_of_their_own_have_storages_of_their_own(self) -> None:
         """Values with one storage are stored once."""
-        for case, _, ranks in self._all():
-            assert all(held.is_apart for held in ranks), case
+        for case, rank, held in self._each():
+            assert held.is_apart, f"{case.words}: rank {rank} tells the same storage of two values"
 
     def test_ranks_said_to_hold_the_same_do(self) -> None:
         """`replica_ranks` saves comparing; it must be true, and name the rank itself."""
-        for case, _, ranks in self._all():
-            for rank, held in enumerate(ranks):
-                if held.replica_ranks is not None:
-                    assert rank in held.replica_ranks, case
-                    assert all(ranks[other].boxes == held.boxes for other in held.replica_ranks), case
+        for case, rank, held in self._each():
+            if held.replica_ranks is not None:
+                told = f"{case.words}: rank {rank} tells replica_ranks {held.replica_ranks}"
+                assert rank in held.replica_ranks, f"{told}, without itself"
+                others = [other for other in held.replica_ranks if case.ranks[other].boxes != held.boxes]
+                assert others == [], f"{told}; these hold other boxes"
 
     def test_values_of_others_are_left_to_others(self) -> None:
         """None for what is not of the type."""
@@ -202,43 +227,65 @@ class DescriberConformance(RankedSuite):
 
     def test_what_is_saved_in_a_layout_is_loaded_in_any_other(self, tmp_path: Path) -> None:
         """Through real saves and loads: each layout on each number of ranks loads what the one before it has saved."""
-        cases = list(itertools.product(self.layouts, self.worlds))
-        saved = None
+        cases = list(itertools.product(self._names("layouts"), self._names("worlds")))
+        before: tuple[str, int] | None = None
         for layout, world in (*cases, cases[0]):
-            place = str(tmp_path / f"{layout} on {world}")
-            wrong = self.run_in_ranks(self._load_and_save, world, layout, saved, place)
-            assert wrong == [[]] * world, f"loaded {saved!r} as {layout} on {world} ranks"
-            saved = place
+            wrong = self.run_in_ranks(self._load_and_save, world, layout, before, tmp_path)
+            told = [f"rank {rank}: {problem}" for rank, problems in enumerate(wrong) for problem in problems]
+            if told:
+                saved = "" if before is None else f", saved as {before[0]} on {count_of_ranks(before[1])}"
+                pytest.fail(f"{layout} on {count_of_ranks(world)}{saved}: " + "; ".join(told))
+            before = layout, world
 
     def _load_and_save(
-        self, context: RankContext, adapter: Adapter, layout: str, saved: str | None, place: str
+        self, context: RankContext, adapter: Adapter, layout: str, before: tuple[str, int] | None, place: Path
     ) -> list[str]:
-        """A job: load a value of each type where something was saved, then save it; gives those that are wrong."""
-        state = self._state(context, layout, seed=0 if saved is None else 1)
-        if saved is not None:
-            api.load(state, checkpoint_id=saved, **_options(adapter))
+        """A job: load values of each type and shape where the last job saved, and save them; gives what is wrong."""
+        loaded = () if before is None else self._shapes(before[0])
+        state = self._state(context, layout, loaded)
+        self._register(next(iter(state.values())))
+        if before is not None:
+            found = {_key(*kind): value for kind, value in state.items() if kind[1] in loaded}
+            api.load(found, checkpoint_id=place / _name(*before), **_options(adapter))
         wrong = []
-        for name, value in state.items():
-            whole = random_bits(dtype_named(name), self.shape)
-            found = self.make_describer().describe(value)
-            assert found is not None
-            if _bits_of(found) != tuple(raw(whole[slices(box)]) for box in found.boxes):
-                wrong.append(name)
-        api.save(state, checkpoint_id=place, **_options(adapter))
-        return wrong
+        for (name, shape), value in state.items():
+            whole, described = random_bits(dtype_named(name), shape), self.make_describer().describe(value)
+            assert described is not None
+            for box, bits in zip(described.boxes, bits_of(described), strict=True):
+                wrong.append(told_difference(bits, whole[slices(box)], f"the key {_key(name, shape)!r}, {box}"))
+        saved = {_key(*kind): value for kind, value in state.items()}
+        api.save(saved, checkpoint_id=place / _name(layout, context.world_size), **_options(adapter))
+        return [problem for problem in wrong if problem is not None]
 
     # -- what ranks do -----------------------------------------------------------------------------------------------
 
-    def _describe_values(self, context: RankContext, adapter: Adapter) -> dict[tuple[str, str], Held]:
-        """A job: describe this rank's value of every layout and type."""
-        return {
-            (layout, name): self._held(context, layout, dtype_named(name))
-            for layout in self.layouts
-            for name in self.dtypes
-        }
+    def _describe_values(self, context: RankContext, adapter: Adapter) -> list[Held]:
+        """A job: describe this rank's value of every layout, shape and type."""
+        return [self._held(context, layout, dtype_named(name), shape) for layout, shape, name in self._kinds()]
 
-    def _held(self, context: RankContext, layout: str, dtype: DType) -> Held:
-        whole, other = (random_bits(dtype, self.shape, seed) for seed in (0, 1))
+    def _kinds(self) -> Iterator[tuple[str, Shape, str]]:
+        """Layout, shape and type of every kind of value."""
+        for layout in self._names("layouts"):
+            yield from itertools.product((layout,), self._shapes(layout), self._names("dtypes"))
+
+    def _shapes(self, layout: str) -> tuple[Shape, ...]:
+        """Shapes that are cut by a layout."""
+        small_layouts = self.layouts if self.small_layouts is None else self.small_layouts
+        if self.small_shape is None or layout not in small_layouts:
+            return (self.shape,)
+        if len(self.small_shape) != len(self.shape):
+            pytest.fail(f"small_shape {self.small_shape} must have as many dimensions as shape {self.shape}; say both")
+        return self.shape, self.small_shape
+
+    def _names(self, attribute: str) -> tuple[Any, ...]:
+        """What the suite declares to try, if that is anything."""
+        declared = getattr(self, attribute)
+        if isinstance(declared, str) or not declared:
+            pytest.fail(f"{type(self).__name__}.{attribute} is {declared!r}; it must be a tuple of at least one")
+        return tuple(declared)
+
+    def _held(self, context: RankContext, layout: str, dtype: DType, shape: Shape) -> Held:
+        whole, other = (random_bits(dtype, shape, seed) for seed in (0, 1))
         value, second = (
             self.make_value(layout, whole.copy(), dtype, context.rank, context.world_size) for _ in range(2)
         )
@@ -246,9 +293,9 @@ class DescriberConformance(RankedSuite):
         found, of_second = describer.describe(value), describer.describe(second)
         if not isinstance(found, LocalTensor):
             return Held(is_tensor=False)
-        bits = _bits_of(found)
+        bits = bits_of(found)
         for box, view in zip(found.boxes, found.views, strict=False):
-            if tuple(view.shape) == box.sizes and contains(Box.whole(self.shape), box):
+            if tuple(view.shape) == box.sizes and contains(Box.whole(shape), box):
                 found.access.copy_into(view, other[slices(box)], dtype)
         again = describer.describe(value)
         if again is None or of_second is None:
@@ -260,68 +307,73 @@ class DescriberConformance(RankedSuite):
             found.boxes,
             tuple(tuple(view.shape) for view in found.views),
             bits,
-            _bits_of(again),
+            bits_of(again),
             found.replica_ranks,
             is_steady=(found.boxes, found.storage) == (again.boxes, again.storage),
             is_apart=found.storage is None or not found.boxes or found.storage != of_second.storage,
         )
 
-    def _state(self, context: RankContext, layout: str, seed: int) -> dict[str, Any]:
-        state = {
-            name: self.make_value(
-                layout, random_bits(dtype_named(name), self.shape, seed), dtype_named(name), context.rank,
-                context.world_size,
-            )
-            for name in self.dtypes
-        }  # fmt: skip
-        _make_known(self.make_describer(), next(iter(state.values())))
+    def _state(self, context: RankContext, layout: str, to_load: Sequence[Shape]) -> dict[tuple[str, Shape], Any]:
+        """A value of each type and shape; those of some shapes hold something else, to be loaded over."""
+        state = {}
+        for name, shape in itertools.product(self._names("dtypes"), self._shapes(layout)):
+            dtype = dtype_named(name)
+            whole = random_bits(dtype, shape, 1 if shape in to_load else 0)
+            state[name, shape] = self.make_value(layout, whole, dtype, context.rank, context.world_size)
         return state
 
-    def _all(self) -> Iterator[tuple[str, str, list[Held]]]:
-        """Every case: in words, its type, and what each rank holds."""
-        for world in self.worlds:
-            key = (type(self), world)
-            if key not in _seen:
+    def _register(self, value: Any) -> None:
+        """Have the describer asked in this process, by the plugin that should see to it or else by hand."""
+        describer = self.make_describer()
+        problem = problem_of_registration(describer, value, self.plugin)
+        assert problem is None, problem
+        make_known(describer, value)
+
+    def _all(self) -> Iterator[Case]:
+        """Every case."""
+        kinds = list(self._kinds())
+        for world in self._names("worlds"):
+            by_rank = self._seen_on(world)
+            for number, (layout, shape, dtype) in enumerate(kinds):
+                words = f"{layout}, {dtype} {shape}, {count_of_ranks(world)}"
+                yield Case(words, shape, dtype, tuple(held[number] for held in by_rank))
+
+    def _each(self) -> Iterator[tuple[Case, int, Held]]:
+        """Every rank of every case."""
+        for case in self._all():
+            for rank, held in enumerate(case.ranks):
+                yield case, rank, held
+
+    def _seen_on(self, world: int) -> list[list[Held]]:
+        """What the values of each rank were described as. Ranks that failed once are not run again for every test."""
+        key = (type(self), world)
+        if key not in _seen:
+            try:
                 _seen[key] = self.run_in_ranks(self._describe_values, world)
-            for layout, dtype in itertools.product(self.layouts, self.dtypes):
-                yield f"{layout}, {dtype}, {world} ranks", dtype, [found[layout, dtype] for found in _seen[key]]
+            except RankProcessError as error:
+                _seen[key] = error
+                raise
+        found = _seen[key]
+        if isinstance(found, RankProcessError):
+            last = str(found).rstrip().splitlines()[-1]
+            told = f"describing values on {count_of_ranks(world)} failed, as the first test has told: {last}"
+            pytest.fail(told, pytrace=False)
+        return found
 
 
-_seen: dict[tuple[type, int], list[Any]] = {}
+_seen: dict[tuple[type, int], list[list[Held]] | RankProcessError] = {}
 """What the ranks of a suite said, by the suite and their number: several tests look at it."""
 
-_known: list[Describer] = []
+
+def _key(dtype: str, shape: Shape) -> str:
+    """The key of a value in a state."""
+    return f"{dtype} {shape}"
 
 
-def known_describer() -> Describer:
-    """The describer that this process has registered last."""
-    return _known[-1]
-
-
-def _make_known(describer: Describer, value: Any) -> None:
-    """Register a describer in this process, unless a plugin or an adapter serves the value already."""
-    if plugins.active_adapters().describe(value) is not None:
-        return
-    _known.append(describer)
-    of = type(value)
-    entry = DescriberEntry(
-        f"{of.__module__}.{of.__qualname__}", of.__module__.partition(".")[0], f"{__name__}:known_describer"
-    )
-    plugins.register(types.SimpleNamespace(dcp_describers=hookimpl(lambda: [entry])), "conformance")
+def _name(layout: str, world: int) -> str:
+    """The directory of a checkpoint."""
+    return f"{layout} on {world}"
 
 
 def _options(adapter: Adapter) -> dict[str, Any]:
     return {"adapter": adapter, "timeout_seconds": _SECONDS}
-
-
-def _bits_of(found: LocalTensor) -> tuple[bytes, ...]:
-    return tuple(raw(found.access.read_out(view)) for view in found.views)
-
-
-def _boxes(ranks: list[Held]) -> list[Box]:
-    return [box for held in ranks for box in held.boxes]
-
-
-def _apart(one: Box, other: Box) -> bool:
-    common = intersect(one, other)
-    return common is None or common.is_empty

@@ -7,14 +7,18 @@ of its own: nothing of the test's process is there, so suites have no state.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-from dcp_core.dtype import DType
-from dcp_core.testing.conformance.samples import Bits, View
+import pytest
+
+from dcp_core.dtype import BY_NAME, DTYPES, DType
+from dcp_core.testing.conformance.samples import SHAPE, VIEWS, Bits, View, random_bits
 from dcp_core.testing.ranks import RankContext, load_module, run_ranks
+
+_NEEDED = frozenset({"int32", "float32"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +46,15 @@ class TensorSuite:
     """A suite that makes tensors of a framework.
 
     The tests do not trust the adapter with that: these methods are how they know better.
+
+    Attributes:
+        lacking_dtypes: Names of the element types that the framework lacks; tests of these are skipped. Everything
+            else must be made, and these must not be: what is declared here is checked.
+        lacking_views: Names of the views of `samples.VIEWS` that the framework lacks, likewise.
     """
+
+    lacking_dtypes: tuple[str, ...] = ()
+    lacking_views: tuple[str, ...] = ()
 
     def make_tensor(self, bits: Bits, dtype: DType) -> Any | None:
         """Make a tensor, without the adapter's help.
@@ -52,7 +64,7 @@ class TensorSuite:
             dtype: What they are.
 
         Returns:
-            A tensor of that shape; None where the framework lacks the type.
+            A tensor of that shape; None where the framework lacks the type, which `lacking_dtypes` then names.
         """
         raise NotImplementedError
 
@@ -68,9 +80,64 @@ class TensorSuite:
             view: Takes the part of whatever can be indexed.
 
         Returns:
-            The part; None where the framework has no such.
+            The part; None where the framework has no such, which `lacking_views` then names.
         """
         return view(tensor)
+
+    def _made(self, bits: Bits, dtype: DType) -> Any:
+        """A tensor of a type that is not declared to be lacking."""
+        tensor = self.make_tensor(bits.copy(), dtype)
+        if tensor is None:
+            pytest.fail(
+                f"make_tensor gives None for {dtype.name}; make a tensor of it, or, if the framework has no such type, "
+                f"let lacking_dtypes of {type(self).__name__} name it"
+            )
+        return tensor
+
+    def _taken(self, tensor: Any) -> Iterator[tuple[str, Any]]:
+        """The views of a tensor that are not declared to be lacking, by name."""
+        for name, view in VIEWS.items():
+            if name not in self.lacking_views:
+                yield name, self._view_named(name, view, tensor)
+
+    def _view_named(self, name: str, view: View, tensor: Any) -> Any:
+        taken = self.view_of(tensor, view)
+        if taken is None:
+            pytest.fail(
+                f"view_of gives None for the view {name!r}; take it, or, if the framework has no such views, let "
+                f"lacking_views of {type(self).__name__} name it"
+            )
+        return taken
+
+    def _dtypes(self) -> list[DType]:
+        """The element types that are not declared to be lacking."""
+        return [dtype for dtype in DTYPES if dtype.name not in self.lacking_dtypes]
+
+    def _wrong_declarations(self) -> list[str]:
+        """What is wrong with `lacking_dtypes` and `lacking_views`: each of it is tried."""
+        wrong = [f"lacking_dtypes names {name!r}, which is no dtype" for name in set(self.lacking_dtypes) - {*BY_NAME}]
+        wrong += [f"lacking_views names {name!r}, which is no view" for name in set(self.lacking_views) - {*VIEWS}]
+        wrong += [f"lacking_dtypes names {name!r}; the suite needs it" for name in _NEEDED & {*self.lacking_dtypes}]
+        for dtype in DTYPES:
+            if dtype.name in self.lacking_dtypes and _is_given(self.make_tensor, _of(dtype), dtype):
+                wrong.append(f"lacking_dtypes names {dtype.name!r}, and yet make_tensor makes one; take it out")
+        tensor = self._made(_of(BY_NAME["int32"]), BY_NAME["int32"])
+        for name, view in VIEWS.items():
+            if name in self.lacking_views and _is_given(self.view_of, tensor, view):
+                wrong.append(f"lacking_views names {name!r}, and yet view_of takes it; take it out")
+        return sorted(wrong)
+
+
+def _of(dtype: DType) -> Bits:
+    return random_bits(dtype, SHAPE)
+
+
+def _is_given(make: Callable[..., Any], *arguments: Any) -> bool:
+    """Whether something can be made: what a framework lacks it may refuse in any way."""
+    try:
+        return make(*arguments) is not None
+    except Exception:
+        return False
 
 
 class RankedSuite:

@@ -161,7 +161,22 @@ class FindsAJobThatIsNotThere(NumpyAdapter):
         return ProcessGroup(1, 2, 1)
 
 
+class IsDeclaredToLackWhatItHas(NumpyAdapter):
+    """Right by itself: it is the suite that hides a type from its tests."""
+
+
+class HasNoTensors(NumpyAdapter):
+    """Right by itself: it is the suite that makes nothing, and says nothing of that."""
+
+
+class HasNoViews(NumpyAdapter):
+    """Likewise with views."""
+
+
 FOUND_BY: dict[type, str] = {
+    IsDeclaredToLackWhatItHas: "test_what_is_declared_to_be_lacking_cannot_be_made",
+    HasNoTensors: "test_every_dtype_is_described_by_its_name",
+    HasNoViews: "test_bits_come_out_as_they_are",
     LacksAMethod: "test_it_has_the_methods_of_the_protocol_and_takes_what_the_core_passes",
     SpellsDtypesAsItself: "test_every_dtype_is_described_by_its_name",
     LeavesTheShape: "test_a_tensor_is_one_whole_box",
@@ -202,9 +217,18 @@ class AdapterSuite(NumpyTensors, AdapterConformance):
         made: Adapter = self.wrong()
         return made
 
+    @property
+    def lacking_dtypes(self) -> tuple[str, ...]:
+        if self.wrong is IgnoresTheSourceType:  # needs a type that numpy lacks
+            return ()
+        return (*NumpyTensors.lacking_dtypes, *(("int16",) if self.wrong is IsDeclaredToLackWhatItHas else ()))
+
     def make_tensor(self, bits: Bits, dtype: DType) -> Any | None:
-        is_raw = dtype.numpy is None and self.wrong is IgnoresTheSourceType  # needs a type that numpy lacks
-        return None if dtype.numpy is None and not is_raw else bits
+        is_lacking = self.wrong is HasNoTensors or (dtype.name in NumpyTensors.lacking_dtypes and self.lacking_dtypes)
+        return None if is_lacking else bits
+
+    def view_of(self, tensor: Any, view: View) -> Any | None:
+        return None if self.wrong is HasNoViews else view(tensor)
 
 
 class TestRightAdapter(AdapterSuite):

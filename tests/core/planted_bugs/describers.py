@@ -5,21 +5,27 @@ from __future__ import annotations
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
+from dcp_core import plugins
 from dcp_core.adapter import Describer
 from dcp_core.arrays import ArrayAccess
 from dcp_core.box import Box
-from dcp_core.dtype import DType
+from dcp_core.dtype import BY_NAME, DType
 from dcp_core.errors import UnsupportedValueError
+from dcp_core.hookspecs import DescriberEntry, hookimpl
 from dcp_core.planning.leaves import LocalTensor
 from dcp_core.testing.conformance.describer import DescriberConformance
 from dcp_core.testing.conformance.samples import Bits
 from dcp_core.testing.numpy_ranks import NumpyRankAdapter, ShardedArray, even_boxes
 from dcp_core.testing.ranks import RankContext
 from tests.core.planted_bugs import plant
+
+# mypy: disable-error-code="override"
+# wrong on purpose
 
 
 class Rows:
@@ -45,13 +51,30 @@ class RowsDescriber:
 
 
 class TakesANameToo(RowsDescriber):
-    def describe(self, value: Any, name: str) -> LocalTensor | None:  # type: ignore[override]  # wrong on purpose
+    def describe(self, value: Any, name: str) -> LocalTensor | None:
         return super().describe(value)
 
 
 class ForgetsRanksWithoutRows(RowsDescriber):
     def change(self, found: LocalTensor) -> LocalTensor | None:
         return found if found.boxes else None
+
+
+class ForgetsTheTypeOfNothing(RowsDescriber):
+    def change(self, found: LocalTensor) -> LocalTensor | None:
+        return found if found.boxes else replace(found, dtype=BY_NAME["float32"])
+
+
+class IsNeverEmpty(RowsDescriber):
+    """Right by itself: it is the suite whose tensors have rows for all ranks."""
+
+
+class IsRegisteredUnderAnImport(RowsDescriber):
+    """Registered for the name that a module has imported the type under, not for that of its own module."""
+
+
+class IsRegisteredByNobody(RowsDescriber):
+    """The plugin that should register it is not installed."""
 
 
 class TellsTheLocalShape(RowsDescriber):
@@ -143,6 +166,10 @@ class ReachesTheFirstRows(RowsDescriber):
 
 
 FOUND_BY: dict[type, str] = {
+    IsRegisteredUnderAnImport: "test_the_plugin_that_registers_it_is_asked",
+    IsRegisteredByNobody: "test_the_plugin_that_registers_it_is_asked",
+    ForgetsTheTypeOfNothing: "test_every_value_is_described",
+    IsNeverEmpty: "test_some_rank_holds_nothing",
     TakesANameToo: "test_it_has_the_method_of_the_protocol",
     ForgetsRanksWithoutRows: "test_every_value_is_described",
     TellsTheLocalShape: "test_every_value_is_described",
@@ -167,10 +194,27 @@ class DescriberSuite(DescriberConformance):
     """The kit on a foreign type."""
 
     wrong: type = RowsDescriber
-    layouts = ("rows", "last rank")
-    worlds = (1, 3)
+    worlds = (1, 4)
+
+    @property
+    def layouts(self) -> tuple[str, ...]:
+        alone = self.wrong in (IsNeverEmpty, ForgetsTheTypeOfNothing)
+        return ("rows",) if alone else ("rows", "last rank")
+
+    @property
+    def small_shape(self) -> tuple[int, ...]:
+        return (4, 6) if self.wrong is IsNeverEmpty else (3, 6)
+
+    @property
+    def plugin(self) -> str | None:
+        return None if self.wrong is IsRegisteredUnderAnImport else "planted rows"
 
     def in_rank(self, context: RankContext) -> AbstractContextManager[Any]:
+        if self.wrong is not IsRegisteredByNobody:
+            module = "tests.core.planted_bugs" + ("" if self.wrong is IsRegisteredUnderAnImport else ".describers")
+            factory = f"{__name__}:{self.wrong.__name__}"
+            entry = DescriberEntry(f"{module}.Rows", framework="numpy", factory=factory)
+            plugins.register(SimpleNamespace(dcp_describers=hookimpl(lambda: [entry])), "planted rows")
         return nullcontext(NumpyRankAdapter())
 
     def make_describer(self) -> Describer:
