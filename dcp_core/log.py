@@ -23,7 +23,7 @@ import sys
 import threading
 import time
 import warnings
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Final
 
 LOG_VARIABLE: Final = "DCP_LOG"
@@ -85,6 +85,27 @@ def configure() -> None:
             _SETTINGS.trace = _TraceFile(path)
 
 
+def warn(message: str) -> None:
+    """Warn, at the line that called the library: the user's, however deep in it this is.
+
+    Args:
+        message: What is wrong, and what the library does about it.
+    """
+    level, depth = 2, 1
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if _is_of_library(module) or (module == "contextlib" and level == depth + 1):  # the latter calls a `stage`
+            level = depth + 2
+        frame, depth = frame.f_back, depth + 1
+    warnings.warn(message, RuntimeWarning, stacklevel=min(level, depth))
+
+
+def _is_of_library(module: str) -> bool:
+    """Whether a module is DCP's, or that of an adapter package that is named like these; tests of it are users."""
+    return module.startswith("dcp_") and not module.startswith("dcp_core.testing")
+
+
 def _level_asked_for() -> str | None:
     variable, text = LOG_VARIABLE, os.environ.get(LOG_VARIABLE, "")
     if not text:
@@ -95,9 +116,7 @@ def _level_asked_for() -> str | None:
     if not level:
         return None
     if level not in _LEVELS:
-        warnings.warn(
-            f"{variable} asks for the log level {text!r}; known: {', '.join(_LEVELS)}", RuntimeWarning, stacklevel=2
-        )
+        warn(f"{variable} asks for the log level {text!r}; known: {', '.join(_LEVELS)}")
         return None
     return level
 
@@ -212,4 +231,4 @@ class _TraceFile:
         file, self._file = self._file, None
         if file is not None:
             os.close(file)
-        warnings.warn(f"{TRACE_VARIABLE}: cannot write {self._path}: {error}; no trace", RuntimeWarning, stacklevel=2)
+        warn(f"{TRACE_VARIABLE}: cannot write {self._path}: {error}; no trace")

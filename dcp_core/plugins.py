@@ -12,7 +12,6 @@ from __future__ import annotations
 import importlib
 import sys
 import threading
-import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
@@ -29,6 +28,7 @@ from dcp_core.hookspecs import (
     StagingCopierEntry,
     StorageEntry,
 )
+from dcp_core.log import warn
 from dcp_core.planning.leaves import LocalTensor
 from dcp_core.plugin_checks import check_described, check_made, check_storage
 from dcp_core.plugin_discovery import BUILT_IN, PluginRecord, discover, installed_plugins, read_plugin
@@ -128,7 +128,7 @@ class PluginRegistry:
             records, by_hand = self._records, self._by_hand
         for record in records if first_time else ():
             if record.problem is not None:
-                warnings.warn(f"DCP skips the plugin {record.label}: {record.problem}", RuntimeWarning, stacklevel=2)
+                warn(f"DCP skips the plugin {record.label}: {record.problem}")
         return (*records, *by_hand)
 
     def _claims(self, entry_type: type[_E]) -> dict[str, _Claim[_E]]:
@@ -191,7 +191,7 @@ class PluginRegistry:
             except AdapterError as error:
                 self._failed.add(claim.entry)
                 problem = str(error)
-        warnings.warn(f"DCP goes on without a plugin: {problem}", RuntimeWarning, stacklevel=2)
+        warn(f"DCP goes on without a plugin: {problem}")
         return None
 
     def active_adapters(self) -> AdapterSet:

@@ -19,6 +19,7 @@ from dcp_core.metadata import Int64, UInt8
 from dcp_core.planning.bulk import tuples_of
 from dcp_core.planning.items import WriteItem
 from dcp_core.planning.leaves import DeviceBits
+from dcp_core.planning.standard_save import StandardSavePlanner
 from dcp_core.planning.write_columns import PlannedChunk
 
 Bits: TypeAlias = npt.NDArray[Any] | DeviceBits
@@ -80,7 +81,7 @@ class RegionBits:
     def _refuse(self, chunks: Sequence[Any], spans: Sequence[PlannedChunk]) -> NoReturn:
         """Say which chunk is not as it was planned."""
         for bits, span in zip(chunks, spans, strict=True):
-            gives = f"{span.item.index.fqn} on rank {self._rank}: the planner's get_data gives"
+            gives = f"{span.item.index.fqn} on rank {self._rank}: {self._giver(span.item)} gives"
             if not isinstance(bits, (np.ndarray, DeviceBits)):
                 raise UnsupportedValueError(f"{gives} {type(bits).__name__}, expected a numpy array")
             name, expected = span.dtype.name, span.dtype.bits
@@ -89,6 +90,16 @@ class RegionBits:
             if bits.shape != span.item.sizes:
                 raise ShapeMismatchError(f"{gives} the shape {bits.shape}, expected {span.item.sizes}")
         raise AssertionError("every chunk is as it was planned")
+
+    def _giver(self, item: WriteItem) -> str:
+        """Who gave the bits: a planner of the library's passes on what an adapter or a describer says of a tensor."""
+        source, names = self._source, ("get_data", "get_batch")
+        tensor = source.state.tensors[item.leaf] if isinstance(source, StandardSavePlanner) else None
+        if tensor is None:
+            return "the planner's get_data"
+        access = f"host_array of the {type(tensor.access).__qualname__} that describes it"
+        is_own = all(getattr(type(source), name) is getattr(StandardSavePlanner, name) for name in names)
+        return access if is_own else f"the planner's get_data, or {access},"
 
 
 def object_bytes(source: WriteSource, item: WriteItem, rank: int) -> bytes:

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dcp_core.box import Box, flat_range_to_boxes, slices
+from dcp_core.errors import DTypeMismatchError, ShapeMismatchError
 from dcp_core.execution.buffer_ring import BufferRing
 from dcp_core.execution.planner_answers import Bits
 from dcp_core.formats.checksums import BLOCK_BYTES
@@ -145,13 +146,25 @@ class Staging:
                 continue
             view = bits.view if is_whole else bits.access.narrow(bits.view, box)
             if self.transfers is None:
-                _copy_bits(bits.access.read_out(view), part)
+                _copy_bits(_read_out(bits, view, box), part)
             else:
                 load.waits.append(self.transfers.start_copy_out(view, part))
 
 
 def _host_memory(nbytes: int) -> Bytes:
     return np.empty(nbytes, np.uint8)
+
+
+def _read_out(bits: DeviceBits, view: Any, box: Box) -> npt.NDArray[Any]:
+    """The bits of a part of a region; refuses what is not that."""
+    found = bits.access.read_out(view)
+    if found.dtype != bits.dtype or found.shape != box.sizes:
+        error = DTypeMismatchError if found.dtype != bits.dtype else ShapeMismatchError
+        raise error(
+            f"read_out of {type(bits.access).__qualname__} gives {found.dtype} of shape {found.shape}, "
+            f"expected the raw bits as {bits.dtype} of shape {box.sizes}"
+        )
+    return found
 
 
 def _copy_bits(bits: npt.NDArray[Any], target: Bytes) -> None:

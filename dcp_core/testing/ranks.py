@@ -32,6 +32,7 @@ from dcp_core.coordination.verdict import name_ranks
 _EXIT_SECONDS = 3.0
 _TAIL_CHARS = 4000
 _TIMEOUT_MARK = "Timeout ("
+_FRAME = re.compile(r'File "(.+)", line \d+, in (.+)')
 _ADDRESS = re.compile("0x[0-9a-f]+")  # of objects and threads: they differ where nothing else does
 _PRELOADED = ["dcp_core.testing.numpy_ranks", "dcp_core.api"]
 _PRELOADED_IF_IMPORTED = ("pytest", "hypothesis", "hypothesis.extra.numpy")
@@ -53,7 +54,7 @@ class RankContext:
 
 
 class RankProcessError(AssertionError):
-    """Ranks raised, died, or did not finish: who, and a traceback, once for all ranks whose tracebacks are the same."""
+    """Ranks raised, died, or did not finish: who, and a traceback, once for all ranks with the same error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,8 +148,16 @@ def _told_once(outcomes: Sequence[_Outcome]) -> str:
     said: dict[str, list[int]] = {}
     for rank, outcome in enumerate(outcomes):
         if outcome.failed:
-            said.setdefault(_ADDRESS.sub("0x", outcome.text), []).append(rank)
+            said.setdefault(_gist(outcome), []).append(rank)
     return "\n".join(f"{name_ranks(ranks)}: {outcomes[ranks[0]].text}" for ranks in said.values())
+
+
+def _gist(outcome: _Outcome) -> str:
+    """The same for ranks with the same error: what it says, and which function raised it."""
+    text = _ADDRESS.sub("0x", outcome.text)
+    if outcome.error is None or not str(outcome.error):
+        return text
+    return f"{_FRAME.findall(text)[-1:]}: {type(outcome.error).__qualname__}: {_ADDRESS.sub('0x', str(outcome.error))}"
 
 
 def _result_of(outcome: _Outcome) -> Any:

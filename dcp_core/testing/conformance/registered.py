@@ -85,6 +85,9 @@ def _problem(record: PluginRecord, entry: _Entry, value: Any) -> str:
             f"would ask it; an entry has the name where a type is defined, type(value).__module__ and __qualname__: "
             f"let type_name be {names[0]!r}"
         )
+    problem = plugins.problem_of(entry, record)
+    if problem is not None:
+        return problem
     return f"{subject}, and yet a value of the type {names[0]!r} is described by nobody"
 
 
