@@ -77,7 +77,7 @@ class _Job:
         self._process_now = os.getpid  # at the end of the interpreter `os` may be gone before this object
         self.groups: dict[Hashable, ProcessGroup] = {}
         self.default: StoreGroup | None = None
-        self.rank = 0
+        self.rank: int | None = None
         self._stores: list[Any] = []
         Finalize(self, self.leave, exitpriority=0)  # also in children of multiprocessing, which skip atexit
 
@@ -142,9 +142,10 @@ def process_group(group: Any = None, *, with_channel: bool = True) -> ProcessGro
 
 
 def global_rank() -> int:
-    """This process in the job, as the call that runs, or the latest one, knows it."""
+    """This process in the job, as the call that runs, or the latest one, knows it; before any, as the job does."""
     with _lock:
-        return _current_job().rank
+        job = _current_job()
+        return _find(job, None, with_channel=False).global_rank if job.rank is None else job.rank
 
 
 def _find(job: _Job, group: Any, with_channel: bool) -> ProcessGroup:
