@@ -28,7 +28,7 @@ CHOICES: list[tuple[str, Callable[[], Chance], Callable[[], Chance]]] = [
     ("names only", lambda: everything, lambda: nothing),
     ("pages only", lambda: nothing, lambda: everything),
     ("all", lambda: everything, lambda: everything),
-    *((f"seed {seed}", lambda seed=seed: at_random(seed), lambda seed=seed: at_random(-1 - seed)) for seed in range(4)),  # type: ignore[misc]
+    *((f"seed {seed}", lambda seed=seed: at_random(seed), lambda seed=seed: at_random(-1 - seed)) for seed in range(4)),
 ]
 
 
@@ -193,7 +193,7 @@ def test_an_import_from_hugging_face_is_whole_or_not_there(root: Path) -> None:
 
     def convert(place: Path, operations: RecordedOperations) -> None:
         writer = FileSystemWriter(storage=LocalStorage(place, operations))
-        convert_to_dcp(HuggingFaceReader(root / "hf"), None, storage_writer=writer)
+        convert_to_dcp(HuggingFaceReader(root / "hf"), place, storage_writer=writer)
 
     before, log = _record(root, convert)
     for count, manner, found in _outcomes(root, before, log, _loaded_tensors):
