@@ -175,6 +175,7 @@ class CoordinatorSide(Side):
             computing = failed is None
             if failed is None:
                 verdict = self._compute(call, [frames[rank].body for rank in range(self.world_size)])
+                verdict = self._unless_left(call, frames, verdict)
             else:
                 verdict = Verdict(failure=failed)
             verdict = self._post(call, verdict)
@@ -240,6 +241,21 @@ class CoordinatorSide(Side):
             return Verdict(checked_answers(answers, self.world_size))
         except Exception as error:
             return Verdict(failure=failure_for_all(error, self.rank), original=error)
+
+    def _unless_left(self, call: Call, frames: dict[int, Frame], verdict: Verdict) -> Verdict:
+        """Fail where others have given up while this rank computed: it would be one exchange ahead of them.
+
+        A commit stands whoever has left.
+        """
+        in_time = time.monotonic() - call.started <= self.timeout_seconds
+        if in_time or call.commit or verdict.failure is not None:
+            return verdict
+        for rank in range(1, self.world_size):
+            note = self._take(call, rank, _PROBE_SECONDS)
+            if note is not None:
+                frames[rank] = note
+        failed = judge(call.stage, frames, self.world_size, self.timeout_seconds)
+        return verdict if failed is None else Verdict(failure=failed)
 
     def _post(self, call: Call, verdict: Verdict) -> Verdict:
         """Answer the others; returns the verdict with the bytes that this rank got."""
