@@ -83,6 +83,7 @@ class Call:
     commit: bool
     in_doubt: str
     is_last: bool = False
+    delay_seconds: float = 0.0
 
     @property
     def is_interrupt(self) -> bool:
@@ -320,19 +321,19 @@ class ParticipantSide(Side):
         return Verdict(frame.body, nbytes=nbytes)
 
     def _patience(self, call: Call) -> float:
-        return max(call.started + self._longest_wait - time.monotonic(), _PROBE_SECONDS)
+        return max(call.started + self._longest_wait(call) - time.monotonic(), _PROBE_SECONDS)
 
-    @property
-    def _longest_wait(self) -> float:
+    def _longest_wait(self, call: Call) -> float:
         """Seconds that a rank waits for its answer: longer than the coordinator waits for the slowest rank."""
-        return self.timeout_seconds + min(_LONGEST_GRACE_SECONDS, self.timeout_seconds / 4)
+        return self.timeout_seconds + min(_LONGEST_GRACE_SECONDS, self.timeout_seconds / 4) + call.delay_seconds
 
     def _give_up(self, call: Call) -> Verdict:
-        text = f"rank {COORDINATOR}, the coordinator, gave no answer in exchange {call.stage} within"
+        seconds = f"{self._longest_wait(call):g} s"
+        text = f"rank {COORDINATOR}, the coordinator, gave no answer in exchange {call.stage} within {seconds}"
         failure = CoordinationTimeoutError(
-            f"{text} {self._longest_wait:g} s (rank {self.rank} waited): it is gone, or hangs, or waits for other "
+            f"{text} (rank {self.rank} waited): it is gone, or hangs, or waits for other "
             "ranks. See its log; if the ranks are only slow, pass a larger timeout_seconds",
-            [RankCause(COORDINATOR, CoordinationTimeoutError.__name__, f"{text} {self._longest_wait:g} s")],
+            [RankCause(COORDINATOR, CoordinationTimeoutError.__name__, text)],
         )
         self._withdraw(call, failure)
         if call.commit and call.error is None:

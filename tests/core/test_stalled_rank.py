@@ -131,6 +131,6 @@ def test_ranks_that_wait_for_one_which_hangs_name_it_in_time_and_go_on_with_it_l
                 named = (
                     f"rank {stall.rank}",
                     f"[{job * WORLD + stall.rank}]",
-                )  # a broadcast names ranks of the processes
-                assert any(name in outcome.message for name in named), (stall, rank, outcome)
+                )
+                assert any(name in outcome.message for name in named), (stall, rank, outcome.message)
                 assert outcome.seconds < STALL_SECONDS, (stall, rank, outcome)
