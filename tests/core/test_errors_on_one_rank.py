@@ -176,6 +176,7 @@ def _check_failed_loads(directory: Path, group: str, *, untouched: bool) -> None
         for seen in ranks:
             assert (seen.added, seen.removed, seen.tag) == ((), (), 1), (fault.name, seen)
             assert seen.untouched or not untouched, (fault.name, "a target was touched")
+            assert untouched or "the targets are undefined now on all ranks" in seen.outcome.message, (fault.name, seen)
 
 
 @pytest.mark.parametrize("group", ["before reading", "bad arguments", "different arguments", "misfits"])
