@@ -161,25 +161,50 @@ def _publish(storage: Storage, written: dict[str, str], old: Sequence[str], *, d
     """Give the files their names, and remove the weights that they replace.
 
     Until the index, or a single file, has its name, the directory is what it was. Only where files have the names of
-    old ones it is no model for a moment: the old index goes first.
+    old ones it is no model for a moment: the old ones are put aside first, so that new and old never mix.
     """
     if durable:
         storage.sync()
+    final = INDEX_NAME if INDEX_NAME in written else SINGLE_NAME
     shards = [name for name in written if name not in (SINGLE_NAME, INDEX_NAME)]
-    if INDEX_NAME in old and any(name in old for name in shards):
-        storage.remove(INDEX_NAME)
-        if durable:
+    aside: dict[str, str] = {}
+    published: list[str] = []
+    try:
+        if any(name in old for name in shards):
+            _put_aside(storage, old, aside, durable=durable)
+        for name in shards:
+            storage.publish(written[name], name)
+            published.append(name)
+        if shards and durable:
             storage.sync()
-    for name in shards:
-        storage.publish(written[name], name)
-    if shards and durable:
-        storage.sync()
-    storage.publish(written[INDEX_NAME if shards else SINGLE_NAME], INDEX_NAME if shards else SINGLE_NAME)
+        storage.publish(written[final], final)
+    except BaseException:
+        for name in published:
+            with suppress(DcpError):
+                storage.remove(name)
+        for name, other in reversed(aside.items()):  # the index comes last
+            with suppress(DcpError):
+                storage.publish(other, name)
+        raise
     if durable:
         storage.sync()
-    for name in old:
-        if name not in written:
-            storage.remove(name)
+    obsolete = [aside.get(name, name) for name in old if name in aside or name not in written]
+    for name in obsolete:
+        storage.remove(name)
+    if obsolete and durable:
+        storage.sync()
+
+
+def _put_aside(storage: Storage, old: Sequence[str], aside: dict[str, str], *, durable: bool) -> None:
+    """Give old weights other names, written down in `aside`; the index goes first."""
+    mark = secrets.token_hex(8)
+    for name in sorted(old, key=lambda name: name != INDEX_NAME):
+        storage.publish(name, f".{name}.{mark}.old")
+        aside[name] = f".{name}.{mark}.old"
+        if name == INDEX_NAME and durable:
+            storage.sync()
+    if durable:
+        storage.sync()
 
 
 def _aligned(tensors: Sequence[FileTensor]) -> list[FileTensor]:

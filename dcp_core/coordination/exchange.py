@@ -125,6 +125,7 @@ class Exchange:
         commit: bool = False,
         in_doubt: str = "",
         is_last: bool = False,
+        delay_seconds: float = 0.0,
     ) -> bytes:
         """Exchange payloads for answers. Every rank calls this, with the same stage.
 
@@ -139,6 +140,7 @@ class Exchange:
             in_doubt: What to say then.
             is_last: Nothing follows in this call. Where something does, a rank that is interrupted while it waits takes
                 part in that by an error, so that nobody waits for it.
+            delay_seconds: How much later the coordinator may come for good reasons, such as a wait of its own.
 
         Returns:
             This rank's answer.
@@ -152,7 +154,7 @@ class Exchange:
             InDoubtError: With `commit`: nobody knows here whether it happened. What was written must stay.
             BaseException: `error` itself, if it is no `Exception` (Ctrl-C): the others raise a `RankFailedError`.
         """
-        call = self._enter(stage, payload, error, compute, commit, in_doubt, is_last or commit)
+        call = self._enter(stage, payload, error, compute, commit, in_doubt, is_last or commit, delay_seconds)
         verdict = Verdict()
         try:
             verdict = self._side.run(call)
@@ -183,6 +185,7 @@ class Exchange:
         commit: bool,
         in_doubt: str,
         is_last: bool,
+        delay_seconds: float,
     ) -> Call:
         with _ledgers_lock:
             number = self._ledger.number
@@ -201,4 +204,5 @@ class Exchange:
             commit,
             in_doubt or _DOUBT,
             is_last,
+            delay_seconds,
         )

@@ -83,6 +83,7 @@ class Call:
     commit: bool
     in_doubt: str
     is_last: bool = False
+    delay_seconds: float = 0.0
 
     @property
     def is_interrupt(self) -> bool:
@@ -175,6 +176,7 @@ class CoordinatorSide(Side):
             computing = failed is None
             if failed is None:
                 verdict = self._compute(call, [frames[rank].body for rank in range(self.world_size)])
+                verdict = self._unless_left(call, frames, verdict)
             else:
                 verdict = Verdict(failure=failed)
             verdict = self._post(call, verdict)
@@ -241,6 +243,21 @@ class CoordinatorSide(Side):
         except Exception as error:
             return Verdict(failure=failure_for_all(error, self.rank), original=error)
 
+    def _unless_left(self, call: Call, frames: dict[int, Frame], verdict: Verdict) -> Verdict:
+        """Fail where others have given up while this rank computed: it would be one exchange ahead of them.
+
+        A commit stands whoever has left.
+        """
+        in_time = time.monotonic() - call.started <= self.timeout_seconds
+        if in_time or call.commit or verdict.failure is not None:
+            return verdict
+        for rank in range(1, self.world_size):
+            note = self._take(call, rank, _PROBE_SECONDS)
+            if note is not None:
+                frames[rank] = note
+        failed = judge(call.stage, frames, self.world_size, self.timeout_seconds)
+        return verdict if failed is None else Verdict(failure=failed)
+
     def _post(self, call: Call, verdict: Verdict) -> Verdict:
         """Answer the others; returns the verdict with the bytes that this rank got."""
         label, answers = call.request.label, verdict.answers
@@ -304,19 +321,19 @@ class ParticipantSide(Side):
         return Verdict(frame.body, nbytes=nbytes)
 
     def _patience(self, call: Call) -> float:
-        return max(call.started + self._longest_wait - time.monotonic(), _PROBE_SECONDS)
+        return max(call.started + self._longest_wait(call) - time.monotonic(), _PROBE_SECONDS)
 
-    @property
-    def _longest_wait(self) -> float:
+    def _longest_wait(self, call: Call) -> float:
         """Seconds that a rank waits for its answer: longer than the coordinator waits for the slowest rank."""
-        return self.timeout_seconds + min(_LONGEST_GRACE_SECONDS, self.timeout_seconds / 4)
+        return self.timeout_seconds + min(_LONGEST_GRACE_SECONDS, self.timeout_seconds / 4) + call.delay_seconds
 
     def _give_up(self, call: Call) -> Verdict:
-        text = f"rank {COORDINATOR}, the coordinator, gave no answer in exchange {call.stage} within"
+        seconds = f"{self._longest_wait(call):g} s"
+        text = f"rank {COORDINATOR}, the coordinator, gave no answer in exchange {call.stage} within {seconds}"
         failure = CoordinationTimeoutError(
-            f"{text} {self._longest_wait:g} s (rank {self.rank} waited): it is gone, or hangs, or waits for other "
+            f"{text} (rank {self.rank} waited): it is gone, or hangs, or waits for other "
             "ranks. See its log; if the ranks are only slow, pass a larger timeout_seconds",
-            [RankCause(COORDINATOR, CoordinationTimeoutError.__name__, f"{text} {self._longest_wait:g} s")],
+            [RankCause(COORDINATOR, CoordinationTimeoutError.__name__, text)],
         )
         self._withdraw(call, failure)
         if call.commit and call.error is None:

@@ -7,6 +7,7 @@ error that names the file. Also how torch's `HuggingFaceStorageWriter` notes whe
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +23,7 @@ MAX_INDEX_BYTES = 100_000_000
 """As long as a header of safetensors may be."""
 
 _SHARDING_NOTE = "DCP_SHARDING_INFO"
+_NUMBERED = re.compile(r"(?!shard-)(.+)-(\d{5})-of-(\d{5})\.safetensors")
 _LARGEST = 1 << 62
 _MAX_NDIM = 64
 
@@ -57,6 +59,7 @@ def choose_files(names: Collection[str], where: str) -> str | tuple[str, ...]:
 
     Raises:
         NotFoundError: There are no safetensors files.
+        IncompleteError: There is no index, and files are missing by the numbers in the names of the others.
         ArgumentError: Several things are there, each of which may be meant.
     """
     indices = sorted(name for name in names if name.endswith(INDEX_SUFFIX))
@@ -76,7 +79,22 @@ def choose_files(names: Collection[str], where: str) -> str | tuple[str, ...]:
             f"there are no safetensors files in {where}: check the path (and convert pytorch_model.bin and the like to "
             "safetensors)"
         )
+    _check_numbers(files, where)
     return files
+
+
+def _check_numbers(files: Sequence[str], where: str) -> None:
+    """Refuse numbered files of which some are missing, where no index says what there should be."""
+    found: dict[tuple[str, int], set[int]] = {}
+    for match in filter(None, map(_NUMBERED.fullmatch, files)):
+        found.setdefault((match[1], int(match[3])), set()).add(int(match[2]))
+    for (stem, total), numbers in found.items():
+        missing = next((number for number in range(1, total + 1) if number not in numbers), None)
+        if missing is not None:
+            raise IncompleteError(
+                f"{where} has no index, and {len(numbers)} files {stem}-*-of-{total:05d}{SUFFIX}, but not number "
+                f"{missing}: a download or conversion was not finished; make it again"
+            )
 
 
 def parse_index(raw: bytes, name: str) -> dict[str, str]:

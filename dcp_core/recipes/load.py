@@ -96,6 +96,7 @@ class LoadRecipe:
         self._stateful: Sequence[OpenedStateful] = ()
         self._stateful_paths: frozenset[StatePath] = frozenset()
         self._any_stateful = False
+        self._is_shared = False
         self._metadata: Metadata
         self._plan: LoadPlan
         self._objects: dict[str, bytes] = {}
@@ -303,8 +304,10 @@ class LoadRecipe:
     def _read_all(self, answer: bytes) -> None:
         """Read regions and place objects; exchange 3: errors."""
         _, error = attempt(lambda: self._fill_targets(answer))
+        # The coordinator may wait for a broadcast until that is out of time, and then says who did not send.
+        delay = self.exchange.timeout_seconds if error is None and self._is_shared else 0.0
         try:
-            self.exchange.run("load/done", error=error, is_last=not self._any_stateful)
+            self.exchange.run("load/done", error=error, is_last=not self._any_stateful, delay_seconds=delay)
         except DcpError as failure:
             if "undefined" in failure.message:
                 raise
@@ -312,6 +315,7 @@ class LoadRecipe:
 
     def _fill_targets(self, answer: bytes) -> None:
         shared, own, sources, token = unpack(answer)
+        self._is_shared = bool(token)
         self._objects.update(_decode_objects(shared))
         if own:
             self._plan = self._plan.with_items(_decode_items(own))

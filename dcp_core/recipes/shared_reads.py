@@ -125,7 +125,7 @@ class SharedReads:
         return tuple(found)
 
     def answers(self, offers: Sequence[bytes]) -> tuple[Sequence[bytes], bytes]:
-        """On the coordinator: who reads what, an answer for each rank; and the token of this load.
+        """On the coordinator: who reads what, an answer for each rank; and a token of this load if it shares anything.
 
         Args:
             offers: Of all ranks.
@@ -133,7 +133,7 @@ class SharedReads:
         sources = assign_sources(offers, SharingOptions(self._batch_bytes, auto=self._is_auto))
         if self._is_auto or any(sources.answers):
             _log.info("shared reads: %s", sources.reason)
-        return sources.answers, secrets.token_hex(8).encode()
+        return sources.answers, secrets.token_hex(8).encode() if any(sources.answers) else b""
 
     def shared_plan(self, plan: LoadPlan, answer: bytes) -> LoadPlan:
         """The plan after readers have been chosen.

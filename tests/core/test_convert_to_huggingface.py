@@ -5,8 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -319,35 +317,6 @@ def test_a_conversion_that_fails_anywhere_leaves_the_old_weights_or_nothing(
             assert not [name for name in os.listdir(target) if name.endswith(".tmp")]
             return
     raise AssertionError("unreachable")
-
-
-_CONVERT_AND_DIE = """
-import sys
-from dcp_core.convert.to_dcp import convert_to_dcp
-from dcp_core.convert.to_huggingface import HuggingFaceConversion
-from dcp_core.execution.filesystem import FileSystemReader
-from dcp_core.storage.local import LocalStorage
-from dcp_core.testing.faults import FaultyOperations
-source, target, number = sys.argv[1], sys.argv[2], int(sys.argv[3])
-operations = FaultyOperations(kill_at=number, kill_moment="after")
-conversion = HuggingFaceConversion(FileSystemReader(source), max_shard_size=360)
-conversion.run(LocalStorage(target, operations), overwrite=True)
-"""
-
-
-@pytest.mark.faults
-def test_a_conversion_that_is_killed_leaves_nothing_that_looks_complete(tmp_path: Path) -> None:
-    save(STATES["new"], tmp_path / "new")
-    outcomes = []
-    for number in range(1, 46, 5):
-        target = tmp_path / f"hf{number}"
-        command = [sys.executable, "-c", _CONVERT_AND_DIE, str(tmp_path / "new"), str(target), str(number)]
-        code = subprocess.run(command, timeout=60, check=False).returncode
-        found = looks_complete(target)
-        assert found in (None, whole("new"))
-        outcomes.append((code == 0, found is not None))
-    assert (False, False) in outcomes
-    assert outcomes[-1] == (True, True)
 
 
 def test_left_overs_of_a_killed_conversion_go_once_they_are_old(tmp_path: Path) -> None:

@@ -443,6 +443,24 @@ def test_a_coordinator_that_comes_after_the_others_gave_up_hears_of_it_and_does_
     assert set(group.board.messages) == {f"{group.key}.1.answers"}
 
 
+@pytest.mark.parametrize("commit", [False, True])
+def test_others_that_give_up_while_the_coordinator_computes_stay_in_step_with_it(commit: bool) -> None:
+    group = Group(3, timeout_seconds=0.4)
+
+    def compute(payloads: Sequence[bytes]) -> bytes:
+        time.sleep(1.2)
+        return b"late"
+
+    results = group.run(lambda exchange: exchange.run("a", compute=compute, commit=commit))
+    expected = [InDoubtError] * 2 if commit else [CoordinationTimeoutError] * 2
+    assert [type(result) for result in results[1:]] == expected
+    if commit:
+        assert results[0] == b"late"
+    else:
+        assert [cause.rank for cause in results[0].causes] == [1, 2]
+    assert group.run(lambda exchange: exchange.run("b", b"x", compute=joined)) == [b"x|x|x"] * 3
+
+
 def test_a_slow_but_punctual_rank_is_waited_for() -> None:
     def body(exchange: Exchange) -> bytes:
         time.sleep(0.6 if exchange.rank == 1 else 0)

@@ -95,6 +95,21 @@ def test_several_files_without_an_index_are_read_together(tmp_path: Path) -> Non
     assert_equal(target, TENSORS)
 
 
+def test_numbered_files_without_an_index_must_all_be_there(tmp_path: Path) -> None:
+    write_shards(tmp_path, halves(TENSORS))
+    (tmp_path / INDEX).unlink()
+    last = tmp_path / "model-00002-of-00002.safetensors"
+    kept = last.read_bytes()
+    last.unlink()
+    target = zeros_like(TENSORS)
+    with pytest.raises(IncompleteError, match=r"no index, and 1 files model-\*-of-00002.safetensors, but not number 2"):
+        load(target, tmp_path)
+    assert_equal(target, zeros_like(TENSORS))
+    last.write_bytes(kept)
+    load(target, tmp_path)
+    assert_equal(target, TENSORS)
+
+
 def test_a_whole_model_beside_an_index_of_other_files_is_refused_until_one_is_named(tmp_path: Path) -> None:
     write_shards(tmp_path, halves(TENSORS))
     write_file(tmp_path / MODEL, zeros_like(TENSORS))

@@ -1,0 +1,136 @@
+"""SIGKILL after every single operation that changes the disk; then a fresh process looks at what is there."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from dcp_core import api
+from dcp_core.convert.to_huggingface import HuggingFaceConversion
+from dcp_core.errors import DcpError, NotFoundError
+from dcp_core.execution.filesystem import FileSystemReader
+from dcp_core.execution.huggingface import HuggingFaceReader
+from dcp_core.testing.ranks import RankContext, RankProcessError, run_ranks
+from tests.core.fault_jobs import Seat, loaded_tag, matrix, memory_directory, state_of
+from tests.core.kill_jobs import SHARD_NBYTES, do_and_die
+
+pytestmark = pytest.mark.faults
+
+OLD, NEW = 1, 2
+AT_ONCE = 8
+
+
+@pytest.fixture
+def root() -> Iterator[Path]:
+    with memory_directory() as path:
+        yield path.resolve()
+
+
+def _sweep(root: Path, work: str, template: Path | None, source: Path) -> list[tuple[Path, bool]]:
+    """Die after operation 1, 2, 3 and so on, until all is done before that; the directories, and whether all was."""
+    found: list[tuple[Path, bool]] = []
+    while not (found and found[-1][1]):
+        first = len(found) + 1
+        if template is not None:
+            for number in range(first, first + AT_ONCE):
+                shutil.copytree(template, root / str(number))
+        ended = run_ranks(do_and_die, AT_ONCE, work, root, first, source, return_exceptions=True)
+        for number, end in enumerate(ended, first):
+            if isinstance(end, RankProcessError):
+                assert "was killed by SIGKILL" in str(end)
+            found.append((root / str(number), end is True))
+    done = [end for _, end in found]
+    assert done == sorted(done) and 8 < done.index(True) < 60
+    return found
+
+
+def _save(directory: Path, tag: int) -> None:
+    run_ranks(_save_on, 1, directory, tag)
+
+
+def _save_on(context: RankContext, directory: Path, tag: int) -> None:
+    Seat.of(context).save(state_of(0, 1, tag), checkpoint_id=directory)
+
+
+def _tags(context: RankContext, directories: list[Path]) -> list[int | None]:
+    """Load every element of each checkpoint: the number of its save; None where there is none."""
+    tags: list[int | None] = []
+    for directory in directories:
+        try:
+            tags.append(loaded_tag(Seat.of(context), directory))
+        except NotFoundError:
+            tags.append(None)
+    return tags
+
+
+def _check_order(tags: list[int | None], done: list[bool], old: int | None) -> None:
+    """The old one at first, from some operation on the new one, and nothing else."""
+    switch = tags.index(NEW)
+    assert tags == [old] * switch + [NEW] * (len(tags) - switch)
+    assert 0 < switch <= done.index(True)
+
+
+@pytest.mark.parametrize("work", ["save", "save in the background"])
+@pytest.mark.parametrize("over", [False, True], ids=["first", "over another"])
+def test_a_save_that_is_killed_leaves_the_old_or_the_new_checkpoint(root: Path, work: str, over: bool) -> None:
+    template = root / "template" if over else None
+    if template:
+        _save(template, OLD)
+    found = _sweep(root, work, template, root)
+    [tags] = run_ranks(_tags, 1, [directory for directory, _ in found])
+    _check_order(tags, [done for _, done in found], OLD if over else None)
+
+
+def _exported(root: Path, tag: int) -> Path:
+    _save(root / f"step_{tag}", tag)
+    HuggingFaceConversion(FileSystemReader(root / f"step_{tag}"), max_shard_size=SHARD_NBYTES).run(root / f"hf_{tag}")
+    return root / f"hf_{tag}"
+
+
+def _targets() -> dict[str, npt.NDArray[np.generic]]:
+    return {"model.w": np.zeros((12, 10), np.float32), "model.b": np.zeros(5)}
+
+
+def _tag_of(load: Callable[[dict[str, npt.NDArray[np.generic]]], object]) -> int | None:
+    targets = _targets()
+    try:
+        load(targets)
+    except DcpError:
+        assert all(not array.any() for array in targets.values())
+        return None
+    tag = int(targets["model.b"][1])
+    assert targets["model.b"].tobytes() == (np.arange(5.0) * tag).tobytes()
+    assert targets["model.w"].tobytes() == matrix(tag).tobytes()
+    return tag
+
+
+def test_an_import_that_is_killed_leaves_the_old_or_the_new_checkpoint(root: Path) -> None:
+    source = _exported(root, NEW)
+    _save(root / "template", OLD)
+    found = _sweep(root, "convert from Hugging Face", root / "template", source)
+    tags = [_tag_of(lambda targets, place=place: api.load(_nested(targets), checkpoint_id=place)) for place, _ in found]  # type: ignore[misc]
+    _check_order(tags, [done for _, done in found], OLD)
+
+
+def _nested(targets: dict[str, npt.NDArray[np.generic]]) -> dict[str, dict[str, npt.NDArray[np.generic]]]:
+    return {"model": {key.removeprefix("model."): array for key, array in targets.items()}}
+
+
+@pytest.mark.parametrize("over", [False, True], ids=["first", "over another"])
+def test_an_export_that_is_killed_leaves_one_of_both_or_says_that_it_is_not_whole(root: Path, over: bool) -> None:
+    template = _exported(root, OLD) if over else None
+    _save(root / "step_2", NEW)
+    found = _sweep(root, "convert to Hugging Face", template, root / "step_2")
+    tags = [
+        _tag_of(lambda targets, place=place: api.load(targets, storage_reader=HuggingFaceReader(place)))  # type: ignore[misc]
+        for place, _ in found
+    ]
+    assert tags[0] == (OLD if over else None)
+    first_new = tags.index(NEW)
+    assert set(tags[:first_new]) <= {OLD if over else None, None}
+    assert set(tags[first_new:]) == {NEW}
