@@ -1,6 +1,6 @@
 """Who claims what: the entries of all plugins by name, and what stands in for a claim that cannot be used.
 
-In: the records of all plugins. Out: `Claim`s by name, and describers over them. Nothing is made before a value turns up
+In: the records of all plugins. Out: claims by name, and describers over them. Nothing is made before a value turns up
 that needs it, and a claim that cannot be used hurts the values that it is for, and no others.
 """
 
