@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
@@ -60,9 +61,24 @@ def _type_problem(type_name: str) -> str | None:
     if not isinstance(found, type):
         return f"{type_name} is no type but a {type(found).__qualname__}"
     defined = f"{found.__module__}.{found.__qualname__}"
-    if defined == type_name:
-        return None
+    return None if defined == type_name else wrong_name(type_name, defined)
+
+
+def wrong_name(type_name: str, defined: str) -> str:
+    """What is wrong with an entry for a type that is defined under another name."""
     return f"{type_name} is {defined}, and values are looked up by where their type is defined: write {defined!r}"
+
+
+def imported_as(type_name: str) -> str | None:
+    """Where the type that an entry names is defined, if it has been imported. Imports nothing."""
+    parts = type_name.split(".")
+    for count in range(len(parts) - 1, 0, -1):
+        found: Any = sys.modules.get(".".join(parts[:count]))
+        if found is not None:
+            for name in parts[count:]:
+                found = getattr(found, "__dict__", {}).get(name)  # no getattr: a module may import for it
+            return f"{found.__module__}.{found.__qualname__}" if isinstance(found, type) else None
+    return None
 
 
 def _type_named(type_name: str) -> Any:

@@ -15,7 +15,7 @@ from dcp_core.errors import AdapterError
 from dcp_core.formats.objects import ObjectCodec
 from dcp_core.hookspecs import KINDS, AdapterEntry, DescriberEntry, Entry, StorageEntry
 from dcp_core.planning.leaves import LocalTensor
-from dcp_core.plugin_checks import check_described
+from dcp_core.plugin_checks import check_described, imported_as, wrong_name
 from dcp_core.plugin_discovery import PluginRecord
 
 _E = TypeVar("_E", bound=Entry)
@@ -79,8 +79,8 @@ def base_names(of: type) -> list[str]:
 class TypeDescribers:
     """All registered describers as one: a value is offered only to those registered for its type or a base of it.
 
-    A value whose describer cannot be made is an error. Left to others it would be pickled, shard by shard, and no other
-    layout could load it.
+    A value whose describer cannot be made, or is registered under a name that the type is only imported by, is an
+    error. Left to others it would be pickled, shard by shard, and no other layout could load it.
     """
 
     def __init__(
@@ -92,16 +92,23 @@ class TypeDescribers:
         self._make = make
         self._names: dict[type, tuple[str, ...]] = {}
         self._made: dict[str, Describer] = {}
+        for name in claims:
+            defined = imported_as(name)
+            if defined is not None and defined not in claims:
+                label = claims[name][0].plugin.label
+                problem = f"the describer of {name!r} of the plugin {label}: {wrong_name(name, defined)}; {_REPAIR}"
+                self._made[defined] = _Unusable(problem)
 
     def describe(self, value: Any) -> LocalTensor | None:
         """Ask the describer of the most derived type first.
 
         Raises:
-            AdapterError: It cannot be made, two plugins claim the type, or what it says is wrong.
+            AdapterError: It cannot be made, two plugins claim the type, its entry has a wrong name, or what it says is
+                wrong.
         """
         names = self._names.get(type(value))
         if names is None:
-            names = tuple(name for name in base_names(type(value)) if name in self._claims)
+            names = tuple(name for name in base_names(type(value)) if name in self._claims or name in self._made)
             self._names[type(value)] = names
         for name in names:
             describer = self._describer(name)

@@ -373,6 +373,23 @@ class TestOtherEntries:
         adapters = _registry(toy=_plugin(describers=lambda: entries)).active_adapters()
         assert adapters.describe(DerivedWrapper(np.zeros(1))) is not None
 
+    def test_a_value_whose_type_is_registered_under_another_name_is_an_error(self) -> None:
+        vars(sys.modules[_TOY]).update(Again=Wrapper, five=5)
+        entries = [
+            DescriberEntry(f"{_TOY}.{name}", framework=_TOY, factory="toyplugin:WrapperDescriber")
+            for name in ("Again", "Gone", "five", "five.real")
+        ]
+        adapters = _registry(toy=_plugin(describers=lambda: entries)).active_adapters()
+        assert adapters.describe(np.zeros(1)) is not None
+        assert adapters.describe(Chatty()) is None
+        for kind in (Wrapper, DerivedWrapper):
+            with pytest.raises(
+                AdapterError, match=r"plugin 'toy' .*: toyframework.Again is .*write 'toyframework.Wrapper'"
+            ):
+                adapters.describe(kind(np.zeros(1)))
+        entries.append(DescriberEntry(f"{_TOY}.Wrapper", framework=_TOY, factory="toyplugin:WrapperDescriber"))
+        assert _registry(toy=_plugin(describers=lambda: entries)).active_adapters().describe(Wrapper(np.zeros(1)))
+
     def test_a_value_that_two_describers_claim_is_an_error_that_names_both(self) -> None:
         def plugin(*names: str) -> types.SimpleNamespace:
             return _plugin(
