@@ -96,7 +96,7 @@ class TypeDescribers:
             defined = imported_as(name)
             if defined is not None and defined not in claims:
                 label = claims[name][0].plugin.label
-                problem = f"the describer of {name!r} of the plugin {label}: {wrong_name(name, defined)}; {_REPAIR}"
+                problem = f"the describer of {name!r} of the plugin {label}: {wrong_name(name, defined)}"
                 self._made[defined] = _Unusable(problem)
 
     def describe(self, value: Any) -> LocalTensor | None:

@@ -85,8 +85,8 @@ def _check_marks(manager: pluggy.PluginManager, plugin: object) -> None:
             raise AdapterError(f"{hook}() is not marked: write @hookimpl, of dcp_core.hookspecs, above it")
     if not manager.get_hookcallers(plugin):
         raise AdapterError(
-            f"it implements no hook: its entry point must name the module in which a function marked @hookimpl is "
-            f"called {', '.join(HOOKS)}"
+            "it implements no hook: the module that its entry point names must have a function that is marked @hookimpl "
+            f"and called {' or '.join(HOOKS)}"
         )
 
 

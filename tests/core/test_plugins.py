@@ -268,7 +268,7 @@ class TestBrokenPlugins:
             (_plugin(nonsense=lambda: ()), "PluginValidationError"),
             (_plugin(adapters=_with_argument), "PluginValidationError"),
             (types.SimpleNamespace(dcp_adapters=_toy_adapter()), r"dcp_adapters\(\) is not marked: write @hookimpl"),
-            (types.SimpleNamespace(), "it implements no hook: its entry point must name the module"),
+            (types.SimpleNamespace(), "it implements no hook: the module that its entry point names must have"),
             (_plugin(), "it implements no hook"),
         ],
     )
