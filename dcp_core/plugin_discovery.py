@@ -85,7 +85,7 @@ def _check_marks(manager: pluggy.PluginManager, plugin: object) -> None:
             raise AdapterError(f"{hook}() is not marked: write @hookimpl, of dcp_core.hookspecs, above it")
     if not manager.get_hookcallers(plugin):
         raise AdapterError(
-            "it implements no hook: the module that its entry point names must have a function that is marked @hookimpl "
+            "it implements no hook: the module that its entry point names must have a function marked @hookimpl "
             f"and called {' or '.join(HOOKS)}"
         )
 
