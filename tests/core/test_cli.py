@@ -169,6 +169,8 @@ def test_a_framework_of_ours_that_is_not_installed_is_no_problem() -> None:
         is_here = importlib.util.find_spec(report["name"]) is not None
         assert {entry["problem"] for entry in report["entries"]} == {None}
         assert {entry["missing"] for entry in report["entries"]} == {None if is_here else report["name"]}
+        is_told = f"  {report['name']} is not installed\n" in run_cli("plugins").stdout
+        assert is_told != is_here
 
 
 @pytest.mark.parametrize(

@@ -597,8 +597,8 @@ class TestChecks:
                 "there is no type nomod.sub.Y: ModuleNotFoundError: No module named 'nomod'",
             ),
             (
-                DescriberEntry("broken_type_module.Y", _TOY, "toyplugin:WrapperDescriber"),
-                "there is no type broken_type_module.Y: ModuleNotFoundError: No module named 'libfoo'",
+                DescriberEntry("toy_types.broken.Y", _TOY, "toyplugin:WrapperDescriber"),
+                "there is no type toy_types.broken.Y: ModuleNotFoundError: No module named 'libfoo'",
             ),
             (
                 DescriberEntry(f"{_TOY}.Wrapper", "nosuchframework", "toyplugin:WrapperDescriber"),
@@ -623,7 +623,8 @@ class TestChecks:
         vars(toy).update(Chatty=Chatty, sub=types.SimpleNamespace(Wrapper=Wrapper))
         nested = types.SimpleNamespace(Inner=Inner)
         vars(sys.modules[_TOY]).update(Again=Wrapper, Nested=nested, function=broken_factory)
-        (tmp_path / "broken_type_module.py").write_text("import libfoo\n")
+        (tmp_path / "toy_types").mkdir()
+        (tmp_path / "toy_types" / "broken.py").write_text("import libfoo\n")
         monkeypatch.syspath_prepend(tmp_path)
         hook = next(hook for hook, of in HOOKS.items() if of is type(entry)).removeprefix("dcp_")
         registry = _registry(toy=_plugin(**{hook: lambda: [entry]}))
