@@ -71,8 +71,9 @@ class DescriberEntry:
     """A describer for one foreign tensor type.
 
     Attributes:
-        type_name: ``"module.qualname"`` of the type, where it is defined; subclasses are offered too. Unique.
-        framework: Top-level module of the framework whose tensors it wraps.
+        type_name: ``"module.qualname"`` of the type, where it is defined: its ``__module__`` and ``__qualname__``.
+            Subclasses are offered too. Unique.
+        framework: Top-level module of the framework whose tensors it wraps; shown in lists, and imported by checks.
         factory: ``"module:attribute"`` of what makes the `Describer`, called once and without arguments.
 
     Raises:

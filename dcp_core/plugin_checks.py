@@ -1,4 +1,4 @@
-"""Checks what a plugin's factory made, before anything relies on it.
+"""Checks what a plugin's factory made, before anything relies on it; and the names that its entries give.
 
 In: an object, and the entry that registered it. Out: nothing, or an `AdapterError` that says what is missing. A method
 that would not take what the core passes is found here, once, and not in the middle of a save.
@@ -6,8 +6,10 @@ that would not take what the core passes is found here, once, and not in the mid
 
 from __future__ import annotations
 
+import importlib
 import inspect
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 from dcp_core.adapter import Adapter, Describer
@@ -25,6 +27,81 @@ from dcp_core.planning.leaves import LocalTensor
 from dcp_core.storage.base import Storage
 
 _NOT_OF_THE_PROTOCOL = (object, Protocol)
+
+
+def attribute_named(factory: str) -> Any:
+    """Import what ``"module:attribute"`` names. Raises whatever that raises."""
+    module, _, attribute = factory.partition(":")
+    return _attribute(importlib.import_module(module), attribute.split("."))
+
+
+def import_problem(entry: Entry) -> str | None:
+    """Import the framework and the type that an entry names.
+
+    Returns:
+        Why that fails; or that the type has another name: values are looked up by the name under which their type was
+        defined, and a describer under any other would never be asked. None where both are right. A type of a function
+        cannot be imported, and is taken for right.
+    """
+    framework = getattr(entry, "framework", None)
+    if framework is not None and not isinstance(entry, ObjectCodecEntry):
+        try:
+            importlib.import_module(framework)
+        except (Exception, SystemExit) as error:
+            return f"its framework {framework!r} cannot be imported: {type(error).__name__}: {error}"
+    type_name: str | None = getattr(entry, "type_name", None)
+    return None if type_name is None or "<locals>" in type_name else _type_problem(type_name)
+
+
+def _type_problem(type_name: str) -> str | None:
+    try:
+        found = _type_named(type_name)
+    except (Exception, SystemExit) as error:
+        return f"there is no type {type_name}: {type(error).__name__}: {error}"
+    if not isinstance(found, type):
+        return f"{type_name} is no type but a {type(found).__qualname__}"
+    defined = f"{found.__module__}.{found.__qualname__}"
+    return None if defined == type_name else wrong_name(type_name, defined)
+
+
+def wrong_name(type_name: str, defined: str) -> str:
+    """What is wrong with an entry for a type that is defined under another name."""
+    return f"{type_name} is {defined}, and values are looked up by where their type is defined: write {defined!r}"
+
+
+def imported_as(type_name: str) -> str | None:
+    """Where the type that an entry names is defined, if it has been imported. Imports nothing."""
+    parts = type_name.split(".")
+    for count in range(len(parts) - 1, 0, -1):
+        found: Any = sys.modules.get(".".join(parts[:count]))
+        if found is not None:
+            for name in parts[count:]:
+                found = getattr(found, "__dict__", {}).get(name)  # no getattr: a module may import for it
+            return f"{found.__module__}.{found.__qualname__}" if isinstance(found, type) else None
+    return None
+
+
+def _type_named(type_name: str) -> Any:
+    """Import what ``"module.qualname"`` names: as much of it as is a module, and then attributes."""
+    parts = type_name.split(".")
+    for count in range(len(parts) - 1, 0, -1):
+        module = ".".join(parts[:count])
+        try:
+            found = importlib.import_module(module)
+        except ModuleNotFoundError as error:
+            is_of_the_name = error.name is not None and f"{module}.".startswith(f"{error.name}.")
+            if count == 1 or not is_of_the_name:
+                raise
+            continue
+        return _attribute(found, parts[count:])
+    raise AssertionError("a type's name has a dot")
+
+
+def _attribute(module: Any, names: Sequence[str]) -> Any:
+    found = module
+    for name in names:
+        found = getattr(found, name)
+    return found
 
 
 def check_made(made: Any, entry: Entry) -> None:
@@ -52,8 +129,9 @@ def _problem(made: Any, entry: Entry) -> str | None:
         problem = protocol_problem(made, Describer)
         return None if problem is None else f"{type(made).__name__} is no describer: {problem}"
     if isinstance(entry, ObjectCodecEntry):
-        is_codec = isinstance(made, ObjectCodec) and made.type_name == entry.type_name
-        return None if is_codec else f"expected an ObjectCodec of {entry.type_name}, found {made!r}"
+        if not isinstance(made, ObjectCodec) or made.type_name != entry.type_name:
+            return f"expected an ObjectCodec of {entry.type_name}, found {made!r}"
+        return None if "." in made.name else f"the codec's name {made.name!r} must look like 'framework.Type'"
     assert isinstance(entry, (StorageEntry, StagingCopierEntry))
     if not callable(made):
         return f"{made!r} cannot be called"

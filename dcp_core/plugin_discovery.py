@@ -6,6 +6,8 @@ raise or return something else, is a record with a problem; it never keeps the o
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -29,12 +31,14 @@ class PluginRecord:
         origin: The distribution that brings it, ``"built in"`` or ``"registered by hand"``.
         entries: What it registers; empty when it is broken.
         problem: Why it was skipped; None when it is sound.
+        optional: What only extras of its distribution ask for, as modules are called: frameworks that may be missing.
     """
 
     name: str
     origin: str
     entries: tuple[Entry, ...] = ()
     problem: str | None = None
+    optional: frozenset[str] = frozenset()
 
     @property
     def label(self) -> str:
@@ -61,6 +65,7 @@ def _entries_of(plugin: object, name: str) -> tuple[Entry, ...]:
     manager.add_hookspecs(hookspecs)
     manager.register(plugin, name)
     manager.check_pending()
+    _check_marks(manager, plugin)
     entries: list[Entry] = []
     for hook, entry_type in HOOKS.items():
         for implementation in getattr(manager.hook, hook).get_hookimpls():
@@ -71,12 +76,28 @@ def _entries_of(plugin: object, name: str) -> tuple[Entry, ...]:
     return tuple(entries)
 
 
-def read_plugin(name: str, origin: str, load: Callable[[], object]) -> PluginRecord:
+def _check_marks(manager: pluggy.PluginManager, plugin: object) -> None:
+    """A hook that is not marked, and a module without hooks, would register nothing, and nobody would hear of it."""
+    for hook in HOOKS:
+        found = getattr(plugin, hook, None)
+        is_imported = found is getattr(hookspecs, hook)
+        if inspect.isroutine(found) and not is_imported and manager.parse_hookimpl_opts(plugin, hook) is None:
+            raise AdapterError(f"{hook}() is not marked: write @hookimpl, of dcp_core.hookspecs, above it")
+    if not manager.get_hookcallers(plugin):
+        raise AdapterError(
+            "it implements no hook: the module that its entry point names must have a function marked @hookimpl "
+            f"and called {' or '.join(HOOKS)}"
+        )
+
+
+def read_plugin(
+    name: str, origin: str, load: Callable[[], object], optional: frozenset[str] = frozenset()
+) -> PluginRecord:
     """Import a plugin by `load` and call its hooks."""
     try:
-        return PluginRecord(name, origin, _entries_of(load(), name))
+        return PluginRecord(name, origin, _entries_of(load(), name), optional=optional)
     except (Exception, SystemExit) as error:  # a module may end like a script where something is missing
-        return PluginRecord(name, origin, problem=f"{type(error).__name__}: {error}")
+        return PluginRecord(name, origin, problem=f"{type(error).__name__}: {error}", optional=optional)
 
 
 def discover(points: Iterable[EntryPoint]) -> tuple[PluginRecord, ...]:
@@ -90,4 +111,15 @@ def _read_all(points: Iterable[EntryPoint]) -> Iterator[PluginRecord]:
         if point.value not in seen:  # installed twice, say as a wheel and in place
             seen.add(point.value)
             origin = f"{point.dist.name} {point.dist.version}" if point.dist is not None else point.value
-            yield read_plugin(point.name, origin, point.load)
+            yield read_plugin(point.name, origin, point.load, _optional(point))
+
+
+def _optional(point: EntryPoint) -> frozenset[str]:
+    """What only the extras of a plugin's distribution require."""
+    extra: set[str] = set()
+    always: set[str] = set()
+    for line in (point.dist.requires if point.dist is not None else None) or ():
+        requirement, _, marker = line.partition(";")
+        name = re.split(r"[^\w.-]", requirement.strip(), maxsplit=1)[0]
+        (extra if re.search(r"\bextra\b", marker) else always).add(name.lower().replace("-", "_"))
+    return frozenset(extra - always)

@@ -3,18 +3,17 @@
 In: what `dcp_core.plugin_discovery` finds, at the first call and never at import. Out: the adapters of the frameworks
 that the user has imported, and factories of storages, object codecs and staging copiers.
 
-A plugin that is broken is skipped with one warning. Two plugins that claim one name are an `AdapterError` whenever
-such a name is looked up: which of them would serve is nobody's guess.
+A plugin that is broken is skipped with one warning. Two plugins that claim one name are an `AdapterError` that names
+both as soon as what they claim is needed, and not before: which of them would serve is nobody's guess.
 """
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import sys
 import threading
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from dcp_core.adapter import Adapter, AdapterSet, Describer
 from dcp_core.errors import AdapterError, DcpError
@@ -29,8 +28,18 @@ from dcp_core.hookspecs import (
     StorageEntry,
 )
 from dcp_core.log import warn
-from dcp_core.planning.leaves import LocalTensor
-from dcp_core.plugin_checks import check_described, check_made, check_storage
+from dcp_core.plugin_checks import attribute_named, check_made, check_storage, import_problem
+from dcp_core.plugin_claims import (
+    Claim,
+    ContestedAdapters,
+    TypeDescribers,
+    base_names,
+    claims_by_name,
+    conflict,
+    contested_codec,
+    kind_in_words,
+    sole,
+)
 from dcp_core.plugin_discovery import BUILT_IN, PluginRecord, discover, installed_plugins, read_plugin
 from dcp_core.storage.base import Storage
 
@@ -38,54 +47,6 @@ if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
 _E = TypeVar("_E", bound=Entry)
-
-
-@dataclass(frozen=True, slots=True)
-class _Claim(Generic[_E]):
-    """An entry and the plugin that registers it."""
-
-    entry: _E
-    plugin: PluginRecord
-
-
-def _import_attribute(factory: str) -> Any:
-    module, _, attribute = factory.partition(":")
-    found: Any = importlib.import_module(module)
-    for part in attribute.split("."):
-        found = getattr(found, part)
-    return found
-
-
-def _base_names(of: type) -> list[str]:
-    """Names of a type and its bases, most derived first."""
-    return [f"{base.__module__}.{base.__qualname__}" for base in of.__mro__]
-
-
-class _TypeDescribers:
-    """All registered describers as one: a value is offered only to those registered for its type or a base of it."""
-
-    def __init__(self, registry: PluginRegistry, claims: dict[str, _Claim[DescriberEntry]]) -> None:
-        self._registry = registry
-        self._claims = claims
-        self._of_type: dict[type, tuple[Describer, ...]] = {}
-
-    def describe(self, value: Any) -> LocalTensor | None:
-        """Ask the describer of the most derived type first."""
-        describers = self._of_type.get(type(value))
-        if describers is None:
-            describers = self._of_type.setdefault(type(value), tuple(self._find(type(value))))
-        for describer in describers:
-            found = describer.describe(value)
-            if found is not None:
-                check_described(found, describer)
-                return found
-        return None
-
-    def _find(self, of: type) -> Iterable[Describer]:
-        for name in _base_names(of):
-            describer = self._registry.attempt(self._claims[name]) if name in self._claims else None
-            if describer is not None:
-                yield cast(Describer, describer)
 
 
 class PluginRegistry:
@@ -101,7 +62,7 @@ class PluginRegistry:
         self._by_hand: tuple[PluginRecord, ...] = ()
         self._made: dict[Entry, Any] = {}
         self._failed: set[Entry] = set()
-        self._codecs: set[ObjectCodecEntry] = set()
+        self._codecs: set[tuple[Claim[ObjectCodecEntry], ...]] = set()
 
     def register(self, plugin: object, name: str) -> None:
         """Add a plugin that no entry point names.
@@ -131,35 +92,58 @@ class PluginRegistry:
                 warn(f"DCP skips the plugin {record.label}: {record.problem}")
         return (*records, *by_hand)
 
-    def _claims(self, entry_type: type[_E]) -> dict[str, _Claim[_E]]:
-        claims: dict[str, _Claim[_E]] = {}
-        for record in self.plugins():
-            for entry in record.entries:
-                if not isinstance(entry, entry_type):
-                    continue
-                other = claims.setdefault(entry.name, _Claim(entry, record))
-                if other.entry is not entry:
-                    raise AdapterError(_conflict(entry, other.plugin, record))
-        return claims
+    def _claims(self, entry_type: type[_E]) -> dict[str, tuple[Claim[_E], ...]]:
+        return claims_by_name(self.plugins(), entry_type)
 
-    def claimants(self, entry: Entry) -> tuple[PluginRecord, ...]:
-        """Every plugin that claims what an entry claims, as often as it does; more than one is a conflict."""
-        return tuple(
-            record
-            for record in self.plugins()
-            for other in record.entries
-            if type(other) is type(entry) and other.name == entry.name
-        )
+    def problem_of(self, entry: Entry, plugin: PluginRecord, *, check: bool = True) -> str | None:
+        """Tell what is wrong with one thing that a plugin registers.
 
-    def problem_of(self, entry: Entry, plugin: PluginRecord) -> str | None:
-        """Make what an entry registers, which imports its framework; tell why that fails, or None."""
+        Args:
+            entry: What it registers.
+            plugin: The plugin.
+            check: Import its framework and its type, and make what it registers; what is `missing` is left out. False:
+                only look whether it is claimed once.
+
+        Returns:
+            The problem and what to do; None where there is none.
+        """
+        problem = conflict(self._claims(type(entry))[entry.name])
+        if problem is not None or not check or self.missing(entry, plugin) is not None:
+            return problem
+        problem = import_problem(entry)
+        if problem is not None:
+            return f"the {kind_in_words(entry)} {entry.name!r} of the plugin {plugin.label}: {problem}"
         try:
-            self.make(_Claim(entry, plugin))
+            self.make(Claim(entry, plugin))
         except AdapterError as error:
             return str(error)
         return None
 
-    def make(self, claim: _Claim[Any]) -> Any:
+    def missing(self, entry: Entry, plugin: PluginRecord) -> str | None:
+        """The framework of an entry, where it is not installed and an extra of the plugin's distribution brings it."""
+        framework: str | None = getattr(entry, "framework", None)
+        if framework is None or framework not in plugin.optional or framework in sys.modules:
+            return None
+        return framework if importlib.util.find_spec(framework) is None else None
+
+    def problems(self, name: str) -> list[str]:
+        """Check one plugin, and everything that it registers, as `dcp plugins --check` does. For its tests.
+
+        Args:
+            name: That of its entry point.
+
+        Returns:
+            All that is wrong; empty where all is well. That no plugin has the name is a problem, too.
+        """
+        records = [record for record in self.plugins() if record.name == name]
+        if not records:
+            known = ", ".join(sorted({record.name for record in self.plugins()}))
+            return [f"no plugin is called {name!r}: install the package whose entry point names it; found: {known}"]
+        found = [record.problem for record in records]
+        found += [self.problem_of(entry, record) for record in records for entry in record.entries]
+        return [problem for problem in found if problem is not None]
+
+    def make(self, claim: Claim[Any]) -> Any:
         """Call the factory of an entry, once.
 
         Raises:
@@ -170,18 +154,18 @@ class PluginRegistry:
             if entry in self._made:
                 return self._made[entry]
             try:
-                attribute = _import_attribute(entry.factory)
+                attribute = attribute_named(entry.factory)
                 made = attribute if isinstance(entry, (StorageEntry, StagingCopierEntry)) else attribute()
                 check_made(made, entry)
             except Exception as error:
                 raise AdapterError(
-                    f"the {_kind(entry)} {entry.name!r} of the plugin {claim.plugin.label} cannot be made by "
+                    f"the {kind_in_words(entry)} {entry.name!r} of the plugin {claim.plugin.label} cannot be made by "
                     f"{entry.factory}: {type(error).__name__}: {error}"
                 ) from error
             self._made[entry] = made
             return made
 
-    def attempt(self, claim: _Claim[Any]) -> Any:
+    def attempt(self, claim: Claim[Any]) -> Any:
         """`make`, but what is broken is None, with one warning."""
         with self._lock:
             if claim.entry in self._failed:
@@ -196,21 +180,26 @@ class PluginRegistry:
 
     def active_adapters(self) -> AdapterSet:
         """The adapters whose framework has been imported, by name, numpy last, behind the describers of their types."""
-        claims = sorted(
-            self._claims(AdapterEntry).values(), key=lambda claim: (claim.plugin is BUILT_IN, claim.entry.name)
-        )
-        made = [self.attempt(claim) for claim in claims if claim.entry.framework in sys.modules]
-        described = {
-            name: claim for name, claim in self._claims(DescriberEntry).items() if claim.entry.framework in sys.modules
-        }
-        describers = (_TypeDescribers(self, described),) if described else ()
-        return AdapterSet([adapter for adapter in made if adapter is not None], describers)
+        adapters: list[Adapter] = []
+        describers: list[Describer] = []
+        by_name = self._claims(AdapterEntry)
+        for name in sorted(by_name, key=lambda name: (by_name[name][0].plugin is BUILT_IN, name)):
+            active = [claim for claim in by_name[name] if claim.entry.framework in sys.modules]
+            made = [adapter for adapter in map(self.attempt, active) if adapter is not None]
+            problem = conflict(active)
+            if problem is None:
+                adapters.extend(made)
+            else:
+                describers.append(ContestedAdapters(made, problem))
+        if described := self._claims(DescriberEntry):
+            describers.insert(0, TypeDescribers(described, self.make))
+        return AdapterSet(adapters, describers)
 
     def adapter_named(self, name: str) -> Adapter:
         """One adapter, its framework imported if it must be.
 
         Raises:
-            AdapterError: No plugin has it, or it is broken.
+            AdapterError: No plugin has it, two claim it, or it is broken.
         """
         return cast(Adapter, self.make(self._claimed(AdapterEntry, name)))
 
@@ -218,7 +207,7 @@ class PluginRegistry:
         """What makes a storage from a URL of this scheme.
 
         Raises:
-            AdapterError: No plugin has it, or it is broken.
+            AdapterError: No plugin has it, two claim it, or it is broken.
         """
         return cast("Callable[[str], Storage]", self.make(self._claimed(StorageEntry, scheme)))
 
@@ -229,11 +218,12 @@ class PluginRegistry:
             url: ``"scheme://..."``; upper and lower case of the scheme are one.
 
         Raises:
-            AdapterError: The plugin is broken, made no storage, or raised what is no error of DCP.
+            AdapterError: The plugin is broken, made no storage, or raised what is no error of DCP; or two claim it.
         """
-        claim = self._claims(StorageEntry).get(url.partition(":")[0].lower())
-        if claim is None:
+        claims = self._claims(StorageEntry).get(url.partition(":")[0].lower())
+        if claims is None:
             return None
+        claim = sole(claims)
         factory = self.make(claim)
         try:
             return check_storage(factory(url), claim.entry, url)
@@ -250,24 +240,34 @@ class PluginRegistry:
         return sorted(self._claims(StorageEntry))
 
     def staging_copier(self, of: type) -> Callable[[Any], Any] | None:
-        """What copies a value of this type to the host: the copier of the type or of its most derived base, or None."""
+        """What copies a value of this type to the host: the copier of the type or of its most derived base, or None.
+
+        Raises:
+            AdapterError: Two plugins claim that type.
+        """
         claims = self._claims(StagingCopierEntry)
-        name = next((name for name in _base_names(of) if name in claims), None)
-        return cast("Callable[[Any], Any] | None", self.attempt(claims[name]) if name is not None else None)
+        name = next((name for name in base_names(of) if name in claims), None)
+        return cast("Callable[[Any], Any] | None", self.attempt(sole(claims[name])) if name is not None else None)
 
     def activate_codecs(self) -> None:
-        """Register the object codecs of all types whose top-level module has been imported."""
-        for claim in self._claims(ObjectCodecEntry).values():
-            entry = claim.entry
-            with self._lock:
-                if entry in self._codecs or entry.framework not in sys.modules:
-                    continue
-                self._codecs.add(entry)
-                codec = self.attempt(claim)
-                if codec is not None:
-                    register_codec(cast(ObjectCodec, codec))
+        """Register the object codecs of all types whose top-level module has been imported.
 
-    def _claimed(self, entry_type: type[_E], name: str) -> _Claim[_E]:
+        A type that two plugins claim gets a codec that says so.
+        """
+        for claims in self._claims(ObjectCodecEntry).values():
+            with self._lock:
+                if claims in self._codecs or claims[0].entry.framework not in sys.modules:
+                    continue
+                self._codecs.add(claims)
+                codec = cast("ObjectCodec | None", self.attempt(claims[0]))
+                problem = conflict(claims)
+                if problem is not None:
+                    type_name = claims[0].entry.type_name
+                    codec = contested_codec(type_name if codec is None else codec.name, type_name, problem)
+                if codec is not None:
+                    _register(codec, claims[0].plugin)
+
+    def _claimed(self, entry_type: type[_E], name: str) -> Claim[_E]:
         claims = self._claims(entry_type)
         if name not in claims:
             broken = [f"{record.label}: {record.problem}" for record in self.plugins() if record.problem is not None]
@@ -275,20 +275,15 @@ class PluginRegistry:
                 f"no plugin registers the {KINDS[entry_type]} {name!r}; "
                 f"known: {', '.join(sorted(claims)) or 'none'}" + (f"; broken: {'; '.join(broken)}" if broken else "")
             )
-        return claims[name]
+        return sole(claims[name])
 
 
-def _conflict(entry: Entry, one: PluginRecord, other: PluginRecord) -> str:
-    claimed = f"the {_kind(entry)} {entry.name!r}"
-    if one is other:
-        return f"the plugin {one.label} claims {claimed} twice; it must do so once"
-    return f"two plugins claim {claimed}: {one.label} and {other.label}; uninstall one of them"
-
-
-def _kind(entry: Entry) -> str:
-    """A kind of entry, as it reads before a name: the *describer of* a type, the *storage of scheme* "s3"."""
-    suffix = {AdapterEntry: "", StorageEntry: " of scheme"}.get(type(entry), " of")
-    return KINDS[type(entry)] + suffix
+def _register(codec: ObjectCodec, plugin: PluginRecord) -> None:
+    """Make a codec known; where the type has one that no plugin claims, the core's own say, that stays."""
+    try:
+        register_codec(codec)
+    except AdapterError as error:
+        warn(f"DCP goes on without a codec of the plugin {plugin.label}: {error}")
 
 
 _REGISTRY = PluginRegistry()
@@ -300,7 +295,8 @@ adapter_named = _REGISTRY.adapter_named
 storage_of_scheme = _REGISTRY.storage_of_scheme
 open_storage = _REGISTRY.open_storage
 schemes = _REGISTRY.schemes
-claimants = _REGISTRY.claimants
 problem_of = _REGISTRY.problem_of
+problems = _REGISTRY.problems
+missing = _REGISTRY.missing
 staging_copier = _REGISTRY.staging_copier
 activate_codecs = _REGISTRY.activate_codecs

@@ -19,13 +19,14 @@ _HEADER = ("plugin", "from", "kind", "name", "made by", "state")
 
 @dataclass(frozen=True, slots=True)
 class _EntryReport:
-    """One thing that a plugin registers; `problem` is None where none is known."""
+    """One thing that a plugin registers; `problem` is None where none is known, `missing` a framework not installed."""
 
     kind: str
     name: str
     framework: str | None
     factory: str
     problem: str | None
+    missing: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--check",
         action="store_true",
-        help="make everything that is registered; imports the frameworks, so that what is broken shows",
+        help="import the types and make everything that is registered; imports the frameworks",
     )
 
 
@@ -70,15 +71,11 @@ def _report(record: PluginRecord, *, check: bool) -> _PluginReport:
 
 
 def _entry_report(entry: Entry, record: PluginRecord, *, check: bool) -> _EntryReport:
-    claimants = plugins.claimants(entry)
-    problem = None
-    if len(claimants) > 1:
-        others = [other.label for other in claimants if other is not record]
-        problem = f"also claimed by {', '.join(others)}" if others else "claimed twice"
-    elif check:
-        problem = plugins.problem_of(entry, record)
     framework = getattr(entry, "framework", None)
-    return _EntryReport(KINDS[type(entry)], entry.name, framework, entry.factory, problem)
+    problem = plugins.problem_of(entry, record, check=check)
+    return _EntryReport(
+        KINDS[type(entry)], entry.name, framework, entry.factory, problem, plugins.missing(entry, record)
+    )
 
 
 def _rows(report: _PluginReport) -> Iterator[tuple[str, ...]]:
@@ -86,8 +83,13 @@ def _rows(report: _PluginReport) -> Iterator[tuple[str, ...]]:
         state = "registers nothing" if report.problem is None else f"broken: {report.problem}"
         yield report.name, report.origin, "", "", "", _one_line(state)
     for entry in report.entries:
-        state = "ok" if entry.problem is None else f"broken: {entry.problem}"
-        yield report.name, report.origin, entry.kind, entry.name, entry.factory, _one_line(state)
+        yield report.name, report.origin, entry.kind, entry.name, entry.factory, _one_line(_state(entry))
+
+
+def _state(entry: _EntryReport) -> str:
+    if entry.problem is not None:
+        return f"broken: {entry.problem}"
+    return "ok" if entry.missing is None else f"{entry.missing} is not installed"
 
 
 def _one_line(text: str) -> str:

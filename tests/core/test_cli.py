@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from dcp_core.errors import ArgumentError, NotFoundError
 from dcp_core.hookspecs import AdapterEntry, DescriberEntry, StorageEntry, hookimpl
 from dcp_core.plugins import PluginRegistry
 
-_PROVIDED = ("plugins", "claimants", "problem_of")
+_PROVIDED = ("plugins", "problem_of", "missing")
 
 
 class Point:
@@ -66,7 +67,7 @@ def listed(capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, list
 def test_sound_plugins_are_listed_and_the_exit_code_is_0(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    install(monkeypatch, toy=TOY, stores=STORES, empty=plugin())
+    install(monkeypatch, toy=TOY, stores=STORES, empty=plugin(adapters=[]))
     assert main(["plugins"]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert lines[0] == ["plugin", "from", "kind", "name", "made", "by", "state"]
@@ -91,6 +92,7 @@ def test_json_holds_the_same(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
                 "framework": "toyframework",
                 "factory": "no_such_toy.adapter:Adapter",
                 "problem": None,
+                "missing": None,
             },
             {
                 "kind": "describer",
@@ -98,6 +100,7 @@ def test_json_holds_the_same(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
                 "framework": "torch",
                 "factory": "dcp_core.arrays:NumpyAdapter",
                 "problem": None,
+                "missing": None,
             },
         ],
     }
@@ -122,25 +125,52 @@ def test_what_two_plugins_claim_is_listed_with_both(
     code, found = listed(capsys)
     assert code == 1
     problems = [entry["problem"] for report in found[1:] for entry in report["entries"]]
-    assert problems == ["also claimed by 'two' (two.plugin)", "also claimed by 'one' (one.plugin)"]
+    both = "'one' (one.plugin) and 'two' (two.plugin)"
+    assert problems == [f"two plugins claim the storage of scheme 'toy': {both}; uninstall all but one of them"] * 2
 
 
 def test_what_one_plugin_claims_twice_is_listed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     install(monkeypatch, one=plugin(storages=[*STORES.dcp_storages(), *STORES.dcp_storages()]))
-    assert [entry["problem"] for entry in listed(capsys)[1][1]["entries"]] == ["claimed twice"] * 2
+    expected = "the plugin 'one' (one.plugin) claims the storage of scheme 'toy' twice; it must do so once"
+    assert [entry["problem"] for entry in listed(capsys)[1][1]["entries"]] == [expected] * 2
 
 
-def test_check_makes_what_is_registered(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    install(monkeypatch, toy=TOY, stores=STORES)
+def test_check_imports_and_makes_what_is_registered(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    again = "dcp_core.api.NumpyAdapter"  # imported there, defined elsewhere
+    describers = [
+        DescriberEntry("dcp_core.arrays.NumpyAdapter", "numpy", "dcp_core.arrays:NumpyAdapter"),
+        DescriberEntry(again, "numpy", "dcp_core.arrays:NumpyAdapter"),
+        DescriberEntry("nomod.Y", "nosuchframework", "dcp_core.arrays:NumpyAdapter"),
+    ]
+    install(monkeypatch, toy=TOY, stores=STORES, names=plugin(describers=describers))
     assert listed(capsys)[0] == 0
     code, found = listed(capsys, "--check")
     assert code == 1
-    adapter, describer = found[2]["entries"]
-    assert "No module named 'no_such_toy'" in adapter["problem"]
-    assert describer["problem"] is None
-    assert found[1]["entries"][0]["problem"] is None
+    by_name = {report["name"]: [entry["problem"] for entry in report["entries"]] for report in found}
+    assert "No module named 'toyframework'" in by_name["toy"][0]
+    assert "No module named 'toy'" in by_name["toy"][1]
+    assert by_name["stores"] == [None]
+    assert by_name["names"][0] is None
+    assert "write 'dcp_core.arrays.NumpyAdapter'" in by_name["names"][1]
+    assert "its framework 'nosuchframework' cannot be imported" in by_name["names"][2]
+    assert main(["plugins", "--check"]) == 1
+    assert f"broken: the describer of '{again}' of the plugin 'names'" in capsys.readouterr().out
+
+
+def test_a_framework_of_ours_that_is_not_installed_is_no_problem() -> None:
+    result = run_cli("plugins", "--check", "--json")
+    ours = [report for report in json.loads(result.stdout)["plugins"] if report["name"] in ("mindspore", "torch")]
+    assert [report["name"] for report in ours] == ["mindspore", "torch"], result.stderr
+    for report in ours:
+        is_here = importlib.util.find_spec(report["name"]) is not None
+        assert {entry["problem"] for entry in report["entries"]} == {None}
+        assert {entry["missing"] for entry in report["entries"]} == {None if is_here else report["name"]}
+        is_told = f"  {report['name']} is not installed\n" in run_cli("plugins").stdout
+        assert is_told != is_here
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import datetime
+import re
 import subprocess
 import sys
 import threading
@@ -9,20 +11,20 @@ import time
 import types
 import warnings
 from collections.abc import Callable, Iterable
-from importlib.metadata import EntryPoint
+from importlib.metadata import EntryPoint, PathDistribution
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from dcp_core import plugins
+from dcp_core import api, plugins
 from dcp_core.adapter import Adapter, Describer
 from dcp_core.arrays import NumpyAdapter
 from dcp_core.box import Box
 from dcp_core.dtype import BY_NAME
 from dcp_core.errors import AdapterError
-from dcp_core.formats import objects
+from dcp_core.formats import object_codecs, objects
 from dcp_core.formats.objects import ObjectCodec
 from dcp_core.hookspecs import (
     HOOKS,
@@ -180,24 +182,47 @@ class TestAdapters:
         with pytest.raises(AdapterError, match="registers the adapter 'jax'; known: numpy, toy"):
             _registry(toy=_plugin(adapters=_toy_adapter())).adapter_named("jax")
 
-    def test_two_plugins_that_claim_one_name_are_an_error_that_names_both(self) -> None:
-        registry = _registry(one=_plugin(adapters=_toy_adapter()), two=_plugin(adapters=_toy_adapter()))
-        message = r"two plugins claim the adapter 'toy': 'one' \(one_module\) and 'two' \(two_module\)"
+    def test_a_tensor_of_two_plugins_that_claim_one_name_is_an_error_that_names_both(
+        self, toy: types.ModuleType
+    ) -> None:
+        class WrapperAdapter(ToyAdapter):
+            def describe(self, value: Any) -> LocalTensor | None:
+                return super().describe(value.array) if isinstance(value, Wrapper) else None
+
+        vars(toy).update(WrapperAdapter=WrapperAdapter)
+        found = {name: _plugin(adapters=_toy_adapter(factory="toyplugin:WrapperAdapter")) for name in ("one", "two")}
+        registry = _registry(**found)
+        message = (
+            r"two plugins claim the adapter 'toy': 'one' \(one_module\) and 'two' \(two_module\); "
+            "uninstall all but one of them"
+        )
+        adapters = registry.active_adapters()
         for _ in range(2):
             with pytest.raises(AdapterError, match=message):
-                registry.active_adapters()
+                adapters.describe(Wrapper(np.zeros(2)))
+        assert adapters.describe(np.zeros(2)) is not None
+        assert adapters.describe(Chatty()) is None
         with pytest.raises(AdapterError, match=message):
             registry.adapter_named("toy")
+
+    def test_names_claimed_twice_for_a_framework_that_is_not_imported_hurt_nobody(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.delitem(sys.modules, _TOY)
+        registry = _registry(one=_plugin(adapters=_toy_adapter()), two=_plugin(adapters=_toy_adapter()))
+        assert registry.active_adapters().describe(np.zeros(2)) is not None
 
     def test_a_plugin_that_claims_a_name_twice_is_told_so(self) -> None:
         twice = _plugin(adapters=lambda: _toy_adapter()() + _toy_adapter()())
         with pytest.raises(AdapterError, match=r"the plugin 'one' \(one_module\) claims the adapter 'toy' twice"):
-            _registry(one=twice).active_adapters()
+            _registry(one=twice).adapter_named("toy")
 
     def test_the_built_in_name_cannot_be_claimed(self) -> None:
-        registry = _registry(mine=_plugin(adapters=_toy_adapter("numpy")))
+        registry = _registry(
+            mine=_plugin(adapters=lambda: [AdapterEntry("numpy", _TOY, "dcp_core.arrays:NumpyAdapter")])
+        )
         with pytest.raises(AdapterError, match=r"'numpy': 'dcp_core' \(built in\) and 'mine'"):
-            registry.active_adapters()
+            registry.active_adapters().describe(np.zeros(1))
 
     @pytest.mark.parametrize(
         ("factory", "cause"),
@@ -242,6 +267,9 @@ class TestBrokenPlugins:
             (_plugin(adapters=lambda: [AdapterEntry("a", "b", "no colon")]), "an adapter's factory must look like"),
             (_plugin(nonsense=lambda: ()), "PluginValidationError"),
             (_plugin(adapters=_with_argument), "PluginValidationError"),
+            (types.SimpleNamespace(dcp_adapters=_toy_adapter()), r"dcp_adapters\(\) is not marked: write @hookimpl"),
+            (types.SimpleNamespace(), "it implements no hook: the module that its entry point names must have"),
+            (_plugin(), "it implements no hook"),
         ],
     )
     def test_it_is_skipped_with_one_warning_and_the_rest_serves(self, plugin: object, problem: str) -> None:
@@ -251,7 +279,7 @@ class TestBrokenPlugins:
         assert len(caught) == 1
         assert _names(registry) == ["toy", "numpy"]  # and warns no more: warnings are errors here
         found = {record.name: record.problem for record in registry.plugins()}
-        assert problem in str(found["broken"])
+        assert re.search(problem, str(found["broken"]))
         assert found["toy"] is None
 
     def test_nothing_of_a_half_broken_plugin_serves(self) -> None:
@@ -306,17 +334,82 @@ class TestOtherEntries:
         assert plain is not None
         assert plain.global_shape == (4,)
 
-    def test_a_broken_describer_is_left_out_with_one_warning(self) -> None:
-        entry = DescriberEntry(f"{_TOY}.Wrapper", framework=_TOY, factory="toyplugin:broken_factory")
+    def test_a_describer_is_asked_whatever_framework_it_names(self) -> None:
+        entry = DescriberEntry(f"{_TOY}.Wrapper", framework="nosuchframework", factory="toyplugin:WrapperDescriber")
         adapters = _registry(toy=_plugin(describers=lambda: [entry])).active_adapters()
-        with pytest.warns(RuntimeWarning, match="describer of 'toyframework.Wrapper'"):
-            assert adapters.describe(Wrapper(np.zeros(1))) is None
-        assert adapters.describe(Wrapper(np.zeros(1))) is None
+        assert adapters.describe(Wrapper(np.zeros(1))) is not None
+
+    def test_a_value_whose_describer_is_broken_is_an_error_and_other_values_are_not(
+        self, toy: types.ModuleType
+    ) -> None:
+        calls: list[int] = []
+
+        def broken() -> object:
+            calls.append(1)
+            raise OSError("no such library")
+
+        vars(toy).update(broken=broken)
+        entry = DescriberEntry(f"{_TOY}.Wrapper", framework=_TOY, factory="toyplugin:broken")
+        registry = _registry(toy=_plugin(describers=lambda: [entry]))
+        adapters = registry.active_adapters()
+        message = (
+            r"the describer of 'toyframework.Wrapper' of the plugin 'toy' \(toy_module\) cannot be made by "
+            r"toyplugin:broken: OSError: no such library; repair the plugin \(`dcp plugins --check`"
+        )
+        for kind in (Wrapper, DerivedWrapper, Wrapper):
+            with pytest.raises(AdapterError, match=message):
+                adapters.describe(kind(np.zeros(1)))
+        assert calls == [1]  # a state may have thousands of such values
+        assert adapters.describe(np.zeros(1)) is not None
+        assert adapters.describe(Chatty()) is None
+        vars(toy).update(broken=WrapperDescriber)
+        assert registry.active_adapters().describe(Wrapper(np.zeros(1))) is not None
+
+    def test_a_broken_describer_of_a_base_does_not_hurt_a_subclass_that_has_its_own(self) -> None:
+        entries = [
+            DescriberEntry(f"{_TOY}.Wrapper", framework=_TOY, factory="toyplugin:broken_factory"),
+            DescriberEntry(f"{_TOY}.DerivedWrapper", framework=_TOY, factory="toyplugin:WrapperDescriber"),
+        ]
+        adapters = _registry(toy=_plugin(describers=lambda: entries)).active_adapters()
+        assert adapters.describe(DerivedWrapper(np.zeros(1))) is not None
+
+    def test_a_value_whose_type_is_registered_under_another_name_is_an_error(self) -> None:
+        vars(sys.modules[_TOY]).update(Again=Wrapper, five=5)
+        entries = [
+            DescriberEntry(f"{_TOY}.{name}", framework=_TOY, factory="toyplugin:WrapperDescriber")
+            for name in ("Again", "Gone", "five", "five.real")
+        ]
+        adapters = _registry(toy=_plugin(describers=lambda: entries)).active_adapters()
+        assert adapters.describe(np.zeros(1)) is not None
+        assert adapters.describe(Chatty()) is None
+        for kind in (Wrapper, DerivedWrapper):
+            with pytest.raises(
+                AdapterError, match=r"plugin 'toy' .*: toyframework.Again is .*write 'toyframework.Wrapper'"
+            ):
+                adapters.describe(kind(np.zeros(1)))
+        entries.append(DescriberEntry(f"{_TOY}.Wrapper", framework=_TOY, factory="toyplugin:WrapperDescriber"))
+        assert _registry(toy=_plugin(describers=lambda: entries)).active_adapters().describe(Wrapper(np.zeros(1)))
+
+    def test_a_value_that_two_describers_claim_is_an_error_that_names_both(self) -> None:
+        def plugin(*names: str) -> types.SimpleNamespace:
+            return _plugin(
+                describers=lambda: [DescriberEntry(f"{_TOY}.{of}", _TOY, "toyplugin:WrapperDescriber") for of in names]
+            )
+
+        registry = _registry(one=plugin("Wrapper"), two=plugin("Wrapper", "DerivedWrapper"))
+        adapters = registry.active_adapters()
+        assert adapters.describe(DerivedWrapper(np.zeros(1))) is not None
+        assert adapters.describe(np.zeros(1)) is not None
+        with pytest.raises(
+            AdapterError,
+            match=r"two plugins claim the describer of 'toyframework.Wrapper': 'one' \(one_module\) and "
+            r"'two' \(two_module\); uninstall all but one of them$",
+        ):
+            adapters.describe(Wrapper(np.zeros(1)))
 
     @pytest.mark.parametrize(
         ("entry", "problem"),
         [
-            (DescriberEntry(f"{_TOY}.Wrapper", _TOY, "toyplugin:ToyPlain"), "ToyPlain is no describer"),
             (
                 ObjectCodecEntry(f"{_TOY}.Chatty", "toyplugin:ToyPlain"),
                 "expected an ObjectCodec of toyframework.Chatty",
@@ -325,6 +418,7 @@ class TestOtherEntries:
                 ObjectCodecEntry(f"{_TOY}.Other", "toyplugin:chatty_codec"),
                 "expected an ObjectCodec of toyframework.Other",
             ),
+            (ObjectCodecEntry(f"{_TOY}.Chatty", "toyplugin:nameless"), "'Chatty' must look like 'framework.Type'"),
             (StagingCopierEntry(f"{_TOY}.Wrapper", "toyplugin:not_callable"), "5 cannot be called"),
             (
                 StagingCopierEntry(f"{_TOY}.Wrapper", "toyplugin:WrapperDescriber"),
@@ -333,13 +427,13 @@ class TestOtherEntries:
         ],
     )
     def test_what_a_factory_makes_must_be_of_its_kind(self, toy: types.ModuleType, entry: Any, problem: str) -> None:
-        vars(toy).update(ToyPlain=type("ToyPlain", (), {}), not_callable=5)
-        hooks = {DescriberEntry: "describers", ObjectCodecEntry: "object_codecs", StagingCopierEntry: "staging_copiers"}
+        nameless = ObjectCodec("Chatty", f"{_TOY}.Chatty", str, str)
+        vars(toy).update(ToyPlain=type("ToyPlain", (), {}), not_callable=5, nameless=lambda: nameless)
+        hooks = {ObjectCodecEntry: "object_codecs", StagingCopierEntry: "staging_copiers"}
         registry = _registry(toy=_plugin(**{hooks[type(entry)]: lambda: [entry]}))
 
         def use_all() -> None:
             registry.activate_codecs()
-            registry.active_adapters().describe(Wrapper(np.zeros(1)))
             registry.staging_copier(Wrapper)
 
         with pytest.warns(RuntimeWarning, match=problem):
@@ -360,6 +454,57 @@ class TestOtherEntries:
         registry.activate_codecs()
         assert [codec.type_name for codec in registered] == [f"{_TOY}.Chatty"]
         assert callable(objects.register_codec)
+
+    def test_a_value_that_two_codecs_claim_can_be_neither_stored_nor_loaded_and_others_can(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        for known in ("_BY_TYPE", "_BY_NAME"):
+            monkeypatch.setattr(object_codecs, known, dict(getattr(object_codecs, known)))
+        registry = _registry()
+
+        def register(name: str) -> None:
+            entry = ObjectCodecEntry(f"{_TOY}.Chatty", factory="toyplugin:chatty_codec")
+            registry.register(_plugin(object_codecs=lambda: [entry]), name)
+            registry.activate_codecs()
+
+        register("one")
+        blob = objects.encode_value([Chatty()])
+        register("two")
+        assert objects.decode_value(objects.encode_value([1, "a"])) == [1, "a"]
+        message = (
+            r"two plugins claim the object codec of 'toyframework.Chatty': 'one' .* and 'two' .*; uninstall all but"
+        )
+        with pytest.raises(AdapterError, match=message):
+            objects.encode_value([Chatty()])
+        with pytest.raises(AdapterError, match=message):
+            objects.decode_value(blob)
+
+    def test_a_codec_for_a_type_of_the_core_is_left_out_with_one_warning(self, toy: types.ModuleType) -> None:
+        vars(toy).update(date_codec=lambda: ObjectCodec("toy.date", "datetime.date", str, str))
+        registry = _registry(
+            toy=_plugin(object_codecs=lambda: [ObjectCodecEntry("datetime.date", "toyplugin:date_codec")])
+        )
+        day = datetime.date(2026, 1, 2)
+        with pytest.warns(
+            RuntimeWarning, match="goes on without a codec of the plugin 'toy' .*two codecs for the type"
+        ):
+            registry.activate_codecs()
+        registry.activate_codecs()
+        assert objects.decode_value(objects.encode_value(day)) == day
+
+    def test_a_type_that_two_copiers_claim_is_an_error_and_others_are_not(self) -> None:
+        def plugin(*names: str) -> types.SimpleNamespace:
+            return _plugin(
+                staging_copiers=lambda: [StagingCopierEntry(f"{_TOY}.{of}", "toyplugin:copy_wrapper") for of in names]
+            )
+
+        registry = _registry(one=plugin("Wrapper"), two=plugin("Wrapper", "DerivedWrapper"))
+        assert registry.staging_copier(DerivedWrapper) is copy_wrapper
+        assert registry.staging_copier(Chatty) is None
+        with pytest.raises(
+            AdapterError, match=r"two plugins claim the staging copier of 'toyframework.Wrapper': 'one'"
+        ):
+            registry.staging_copier(Wrapper)
 
     def test_a_storage_is_found_by_its_scheme(self) -> None:
         entry = StorageEntry("toy", factory="toyplugin:copy_wrapper")
@@ -383,13 +528,20 @@ class TestOtherEntries:
         with pytest.raises(AdapterError, match=r"plugin 'toy' .* made no storage of 'TOY://x': ZeroDivisionError"):
             _registry(toy=_plugin(storages=lambda: [entry])).open_storage("TOY://x")
 
-    def test_a_conflict_among_storages_leaves_the_adapters_alone(self) -> None:
-        storages = _plugin(storages=lambda: [StorageEntry("toy", factory="toyplugin:copy_wrapper")])
-        again = _plugin(storages=lambda: [StorageEntry("toy", factory="toyplugin:copy_wrapper")])
-        registry = _registry(one=storages, two=again)
+    def test_a_scheme_that_two_storages_claim_is_an_error_and_others_are_not(self) -> None:
+        def plugin(*schemes: str) -> types.SimpleNamespace:
+            return _plugin(storages=lambda: [StorageEntry(scheme, "toyplugin:copy_wrapper") for scheme in schemes])
+
+        registry = _registry(one=plugin("toy", "other"), two=plugin("toy"))
         assert _names(registry) == ["numpy"]
-        with pytest.raises(AdapterError, match="two plugins claim the storage of scheme 'toy'"):
+        assert registry.schemes() == ["other", "toy"]
+        found: object = registry.storage_of_scheme("other")
+        assert found is copy_wrapper
+        message = "two plugins claim the storage of scheme 'toy': 'one' .* and 'two' .*; uninstall all but one of them"
+        with pytest.raises(AdapterError, match=message):
             registry.storage_of_scheme("toy")
+        with pytest.raises(AdapterError, match=message):
+            registry.open_storage("toy://x")
 
     def test_a_staging_copier_serves_subclasses(self) -> None:
         entry = StagingCopierEntry(f"{_TOY}.Wrapper", factory="toyplugin:copy_wrapper")
@@ -397,6 +549,127 @@ class TestOtherEntries:
         assert registry.staging_copier(Wrapper) is copy_wrapper
         assert registry.staging_copier(DerivedWrapper) is copy_wrapper
         assert registry.staging_copier(Chatty) is None
+
+
+def test_a_state_with_a_value_whose_describer_is_broken_is_neither_saved_nor_loaded(
+    toy: types.ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entry = DescriberEntry(f"{_TOY}.Wrapper", framework=_TOY, factory="toyplugin:broken_factory")
+    registry = _registry(toy=_plugin(describers=lambda: [entry]))
+    monkeypatch.setattr(api, "active_adapters", registry.active_adapters)
+    api.save({"x": np.arange(3)}, checkpoint_id=tmp_path / "step_1")
+    message = r"rank 0: 'layers.0.w': the describer of 'toyframework.Wrapper' of the plugin 'toy' .*; repair the plugin"
+    for call in (api.save, api.async_save):
+        with pytest.raises(AdapterError, match=message):
+            call({"layers": [{"w": Wrapper(np.zeros(3))}]}, checkpoint_id=tmp_path / "step_2")
+    target = np.zeros(3, np.int64)
+    with pytest.raises(AdapterError, match=message):
+        api.load({"x": target, "layers": [{"w": Wrapper(np.zeros(3))}]}, checkpoint_id=tmp_path / "step_1")
+    assert target.tolist() == [0, 0, 0]
+    assert [path.name for path in tmp_path.iterdir()] == ["step_1"]
+
+
+@pytest.mark.usefixtures("toy")
+class TestChecks:
+    @pytest.mark.parametrize(
+        ("entry", "problem"),
+        [
+            (DescriberEntry(f"{_TOY}.Wrapper", _TOY, "toyplugin:WrapperDescriber"), None),
+            (
+                DescriberEntry(f"{_TOY}.Again", _TOY, "toyplugin:WrapperDescriber"),
+                "toyframework.Again is toyframework.Wrapper, and values are looked up by where their type is defined: "
+                "write 'toyframework.Wrapper'",
+            ),
+            (
+                StagingCopierEntry("toyplugin.sub.Wrapper", "toyplugin:copy_wrapper"),
+                "toyplugin.sub.Wrapper is toyframework.Wrapper, and .*write 'toyframework.Wrapper'",
+            ),
+            (DescriberEntry(f"{_TOY}.Nested.Inner", _TOY, "toyplugin:WrapperDescriber"), None),
+            (ObjectCodecEntry(f"{_TOY}.Chatty", "toyplugin:chatty_codec"), None),
+            (
+                ObjectCodecEntry(f"{_TOY}.Gone", "toyplugin:chatty_codec"),
+                "there is no type toyframework.Gone: AttributeError",
+            ),
+            (StagingCopierEntry(f"{_TOY}.function", "toyplugin:copy_wrapper"), "toyframework.function is no type"),
+            (StagingCopierEntry("tests.f.<locals>.Thing", "toyplugin:copy_wrapper"), None),
+            (
+                DescriberEntry("nomod.sub.Y", _TOY, "toyplugin:WrapperDescriber"),
+                "there is no type nomod.sub.Y: ModuleNotFoundError: No module named 'nomod'",
+            ),
+            (
+                DescriberEntry("toy_types.broken.Y", _TOY, "toyplugin:WrapperDescriber"),
+                "there is no type toy_types.broken.Y: ModuleNotFoundError: No module named 'libfoo'",
+            ),
+            (
+                DescriberEntry(f"{_TOY}.Wrapper", "nosuchframework", "toyplugin:WrapperDescriber"),
+                "its framework 'nosuchframework' cannot be imported: ModuleNotFoundError",
+            ),
+            (
+                AdapterEntry("toy", "nosuchframework", "toyplugin:ToyAdapter"),
+                "the adapter 'toy' of the plugin 'toy' .*: its framework 'nosuchframework' cannot be imported",
+            ),
+            (DescriberEntry(f"{_TOY}.Wrapper", _TOY, "toyplugin:broken_factory"), "OSError: no such library"),
+            (DescriberEntry(f"{_TOY}.Wrapper", _TOY, "toyplugin:Chatty"), "Chatty is no describer"),
+            (StorageEntry("toy", "toyplugin:copy_wrapper"), None),
+        ],
+    )
+    def test_what_a_plugin_names_must_be_there_under_that_name(
+        self, entry: Any, problem: str | None, toy: types.ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        class Inner(Wrapper):
+            pass
+
+        Inner.__module__, Inner.__qualname__ = _TOY, "Nested.Inner"
+        vars(toy).update(Chatty=Chatty, sub=types.SimpleNamespace(Wrapper=Wrapper))
+        nested = types.SimpleNamespace(Inner=Inner)
+        vars(sys.modules[_TOY]).update(Again=Wrapper, Nested=nested, function=broken_factory)
+        (tmp_path / "toy_types").mkdir()
+        (tmp_path / "toy_types" / "broken.py").write_text("import libfoo\n")
+        monkeypatch.syspath_prepend(tmp_path)
+        hook = next(hook for hook, of in HOOKS.items() if of is type(entry)).removeprefix("dcp_")
+        registry = _registry(toy=_plugin(**{hook: lambda: [entry]}))
+        found = registry.problems("toy")
+        assert len(found) == (problem is not None), found
+        if problem is not None:
+            assert re.search(problem, found[0])
+            assert "'toy' (toy_module)" in found[0]
+
+    def test_a_broken_plugin_a_missing_one_and_a_contested_one_have_problems(self) -> None:
+        registry = _registry(
+            broken=ImportError("needs libfoo"),
+            one=_plugin(storages=lambda: [StorageEntry("toy", "toyplugin:copy_wrapper")]),
+            two=_plugin(storages=lambda: [StorageEntry("toy", "toyplugin:copy_wrapper")]),
+        )
+        with pytest.warns(RuntimeWarning, match="skips the plugin 'broken'"):
+            assert registry.problems("broken") == ["ImportError: needs libfoo"]
+        (missing,) = registry.problems("mine")
+        assert missing.startswith("no plugin is called 'mine': install the package")
+        assert missing.endswith("found: broken, dcp_core, one, two")
+        (contested,) = registry.problems("one")
+        assert contested.startswith("two plugins claim the storage of scheme 'toy'")
+
+    def test_a_framework_that_an_extra_brings_may_be_missing(self, tmp_path: Path) -> None:
+        entries = [
+            AdapterEntry("a", "extra_one", "no_such_module:A"),
+            AdapterEntry("b", "extra_two", "no_such_module:A"),
+        ]
+        (tmp_path / "METADATA").write_text(
+            "Metadata-Version: 2.1\nName: toy\nVersion: 1\nProvides-Extra: x\nRequires-Dist: extra_two>=1\n"
+            "Requires-Dist: Extra-One[y]<2,>=1; (python_version > '3') and extra == 'x'\n"
+            "Requires-Dist: extra-two; extra == 'x'\n"
+        )
+
+        class Point:
+            name, value, dist = "toy", "toy.plugin", PathDistribution(tmp_path)
+
+            def load(self) -> object:
+                return _plugin(adapters=lambda: entries)
+
+        registry = PluginRegistry(lambda: [Point()])  # type: ignore[list-item]  # a stand-in that has what is used
+        record = registry.plugins()[-1]
+        assert [registry.missing(entry, record) for entry in entries] == ["extra_one", None]
+        assert registry.problem_of(entries[0], record) is None
+        assert "its framework 'extra_two' cannot be imported" in str(registry.problem_of(entries[1], record))
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,8 @@ class FreshEnvironment:
 
     def _run(self, *command: str | os.PathLike[str], directory: Path | None = None, seconds: int = 120) -> str:
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-        environment |= {"OMP_NUM_THREADS": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+        environment |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        environment |= {"PIP_DISABLE_PIP_VERSION_CHECK": "1", "PYTHONDONTWRITEBYTECODE": "1"}
         place = directory or self.directory
         result = subprocess.run(command, capture_output=True, text=True, timeout=seconds, cwd=place, env=environment)
         assert result.returncode == 0, f"{result.stdout}\n{result.stderr}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -32,8 +33,19 @@ def test_the_tests_of_the_example_and_the_conformance_kit_pass(with_example: Fre
     assert " passed" in with_example.run_tests(_EXAMPLE, tmp_path)
 
 
-def test_the_program_in_the_readme_of_the_example_runs(with_example: FreshEnvironment, tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", [None, 3])
+def test_the_program_in_the_readme_of_the_example_runs(
+    ranks: int | None, with_example: FreshEnvironment, tmp_path: Path
+) -> None:
     (block,) = python_blocks(_EXAMPLE / "README.md")
-    code = f"{block.code}\nassert torch.equal(other.whole(), weight.whole())"
-    with_example.run("-W", "error", "-c", code, directory=tmp_path)
-    assert (tmp_path / "step_1" / ".metadata").exists()
+    (tmp_path / "toy.py").write_text(block.code)
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
+    with_example.run(*(torchrun if ranks else ("-W", "error")), "toy.py", directory=tmp_path)
+    files = {path.name for path in (tmp_path / "step_1").iterdir()}
+    assert files == {".metadata", *(f"_rank{rank}_.safetensors" for rank in range(ranks or 1))}
+
+
+def test_the_check_of_the_example_finds_nothing_wrong(with_example: FreshEnvironment, tmp_path: Path) -> None:
+    found = json.loads(with_example.run("-m", "dcp_core.cli", "plugins", "--check", "--json", directory=tmp_path))
+    (example,) = (plugin for plugin in found["plugins"] if plugin["name"] == "toy_parallel")
+    assert [entry["problem"] for entry in example["entries"]] == [None]

@@ -16,7 +16,7 @@ from toy_parallel import Average, Columns, Cut, Experts, Mlp, Ragged, Rows, Shar
 
 import dcp_torch
 from dcp_core.errors import CoverageError
-from dcp_core.plugins import plugins
+from dcp_core.plugins import plugins, problems
 
 
 def whole(name: str) -> torch.Tensor:
@@ -50,7 +50,7 @@ CUTS = ("rows", "columns", "experts", "ragged")
 
 def test_the_plugin_is_found_by_its_entry_point() -> None:
     (found,) = (plugin for plugin in plugins() if plugin.name == "toy_parallel")
-    assert found.problem is None
+    assert problems("toy_parallel") == []
     assert [entry.name for entry in found.entries] == ["toy_parallel.sharded.ShardedTensor"]
     assert found.origin.startswith("toy-parallel")
 
