@@ -14,16 +14,16 @@ from collections.abc import Sequence
 from typing import Any
 
 from dcp_core.cli.tables import write_table
-from dcp_core.convert.detection import checkpoint_format
 from dcp_core.convert.huggingface_files import INDEX_NAME
 from dcp_core.convert.shard_sizes import MAX_SHARD_SIZE
-from dcp_core.convert.stored_source import StoredSource
 from dcp_core.convert.to_dcp import convert_to_dcp, stored_nbytes
 from dcp_core.convert.to_huggingface import HuggingFaceConversion
 from dcp_core.errors import ArgumentError
 from dcp_core.execution.filesystem import FileSystemReader, local_path
 from dcp_core.execution.huggingface import HuggingFaceReader
 from dcp_core.execution.interfaces import StorageReader
+from dcp_core.inspection.detection import checkpoint_format
+from dcp_core.recipes.stored_source import StoredSource
 
 FORMATS = ("dcp", "torch-dcp", "huggingface", "torch")
 _SHOWN_SKIPPED = 20

@@ -332,6 +332,15 @@ class FileSystemReader(StorageReader):
         self._context = ReadContext(0, 1)
         self._objects: ObjectFiles | None = None
 
+    @property
+    def storage(self) -> Storage:
+        """Where it reads.
+
+        Raises:
+            ArgumentError: Nobody has said.
+        """
+        return self._directory.storage
+
     def initialize_reader(self, checkpoint_id: CheckpointId | None = None) -> None:
         """Point the reader at a directory; None keeps the one that it was made with."""
         self._directory.select(checkpoint_id)
