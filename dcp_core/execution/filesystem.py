@@ -378,9 +378,22 @@ class FileSystemReader(StorageReader):
     def read_object(self, stored: StoredObject) -> bytes:
         """Read one object's bytes; always checked."""
         with self._reading() as source:
-            if self._objects is None:
-                self._objects = ObjectFiles(self._directory.storage, source.files, source.save)
-            return self._objects.read(stored)
+            return self._object_files(source).read(stored)
+
+    def object_nbytes(self, stored: StoredObject) -> int:
+        """Length of one object's encoding; reads only the index of its file.
+
+        Raises:
+            IncompleteError: The file is missing or short.
+            CorruptError: Its index contradicts its digest.
+        """
+        with self._reading() as source:
+            return self._object_files(source).nbytes(stored)
+
+    def _object_files(self, source: MetadataSource) -> ObjectFiles:
+        if self._objects is None:
+            self._objects = ObjectFiles(self._directory.storage, source.files, source.save)
+        return self._objects
 
     def execute_read(
         self,

@@ -37,8 +37,8 @@ def _stray(storage: Storage, name: str, is_complete: bool) -> Stray:
     nbytes = size_of(storage, name)
     data, temporary, mailbox = parse_data_file_name(name), parse_temporary_name(name), parse_mailbox_name(name)
     if data is not None:
-        whose = f"of the save {data[3][1:]}" if data[3] else "of a save that found the directory empty"
-        return Stray(name, "data file", f"data {whose}, which is not what the description says", nbytes)
+        whose = f"of the save {data[3][1:]}" if data[3] else "of a save into an empty directory"
+        return Stray(name, "data file", f"data {whose}, which no description names", nbytes)
     if parse_rank_metadata_name(name) is not None:
         text = "what a rank saved alone; hidden by .metadata" if is_complete else "what another rank saved alone"
         return Stray(name, "description", text, nbytes)

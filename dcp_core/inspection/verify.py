@@ -6,6 +6,7 @@ several at a time; say what the other names in the directory are. What is wrong 
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -67,7 +68,8 @@ def verify(checkpoint_id: CheckpointId, *, quick: bool = False, progress: Progre
     if not is_remote(checkpoint_id):
         kind = _kind_of(checkpoint_id)
         if kind == "huggingface":
-            return replace(verify_huggingface(checkpoint_id), seconds=time.perf_counter() - began)
+            found = verify_huggingface(checkpoint_id)
+            return replace(found, place=os.fspath(checkpoint_id), seconds=time.perf_counter() - began)
     for _ in range(_ATTEMPTS):
         reader.initialize_reader(checkpoint_id)
         verification = _Verification(reader.storage, quick, progress)
@@ -76,7 +78,7 @@ def verify(checkpoint_id: CheckpointId, *, quick: bool = False, progress: Progre
             break
     else:
         report = replace(report, notes=(*report.notes, "saves replaced the checkpoint meanwhile: verify again"))
-    return replace(report, seconds=time.perf_counter() - began)
+    return replace(report, place=os.fspath(checkpoint_id), seconds=time.perf_counter() - began)
 
 
 def _kind_of(path: CheckpointId) -> str:
