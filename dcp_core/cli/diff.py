@@ -53,7 +53,8 @@ def _compared(arguments: argparse.Namespace) -> Comparison:
     readers = [open_reader(path, checkpoint_format(path)) for path in (arguments.a, arguments.b)]
     readers[0].initialize_reader()
     values = not arguments.no_values
-    total = all_nbytes(columns_of(readers[0].load_metadata().source), wanted) if values else 0
+    is_watched = values and sys.stderr.isatty()
+    total = all_nbytes(columns_of(readers[0].load_metadata().source), wanted) if is_watched else 0
     with progress_bar("comparing", total) as advance:
         return compare(readers[0], readers[1], values=values, wanted=wanted, advance=advance)
 
@@ -91,7 +92,7 @@ def _how(each: Difference) -> str:
     if each.max_abs is not None:
         parts.append(f"by at most {each.max_abs:.6g}")
     if each.nans:
-        parts.append(f"{each.nans} are NaN on one side")
+        parts.append(f"{each.nans} NaN on one side only")
     if each.first is not None:
         parts.append(f"first at {list(each.first)}")
     return ", ".join(parts)
