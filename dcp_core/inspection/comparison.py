@@ -20,7 +20,7 @@ from dcp_core.execution.interfaces import StorageReader
 from dcp_core.formats.columns_source import MetadataColumns
 from dcp_core.inspection.description import columns_of
 from dcp_core.inspection.object_summaries import summary_of
-from dcp_core.inspection.value_differences import ElementTally, compare_tensors
+from dcp_core.inspection.value_differences import ElementTally, TensorComparer
 from dcp_core.metadata import EVERY_RANK, StoredObject, StoredTensor
 from dcp_core.recipes.stored_source import StoredSource
 from dcp_core.state_path import decode_path
@@ -144,9 +144,7 @@ class _Comparing:
         objects = [_keys(columns.objects.names, columns.objects.rank.tolist(), wanted) for columns in self._columns]
         both, both_objects = tensors[0].keys() & tensors[1].keys(), objects[0].keys() & objects[1].keys()
         found = list(self._lonely(tensors, objects))
-        with ThreadPoolExecutor(1, "dcp-diff") as pool:
-            for key in sorted(both):
-                found += self._tensor(key, tensors[0][key], tensors[1][key], pool)
+        found += self._tensors([(key, tensors[0][key], tensors[1][key]) for key in sorted(both)])
         for key in sorted(both_objects):
             found += self._object(key, objects[0][key], objects[1][key])
         found.sort(key=lambda each: (each.key, EVERY_RANK if each.rank is None else each.rank))
@@ -171,25 +169,41 @@ class _Comparing:
         shape = tensors.shape[row, : tensors.ndim[row]].tolist()
         return f"{BY_CODE[int(tensors.dtype[row])].name} {shape}"
 
-    def _tensor(self, key: Key, row_a: int, row_b: int, pool: ThreadPoolExecutor) -> Iterator[Difference]:
-        shown = self._described(0, row_a), self._described(1, row_b)
+    def _tensors(self, entries: Sequence[tuple[Key, int, int]]) -> Iterator[Difference]:
+        """What both sides have as tensors."""
+        with ThreadPoolExecutor(1, "dcp-diff") as pool:
+            comparer = TensorComparer(self._sides, pool, self._count)
+            for number, (key, row_a, row_b) in enumerate(entries):
+                yield from self._tensor(number, key, row_a, row_b, comparer)
+            comparer.finish()
+        for number, tally in comparer.tallies.items():
+            key, row_a, row_b = entries[number]
+            error = comparer.errors.get(number)
+            if error is not None:
+                yield _difference(key, "unreadable", str(error), "")
+            elif self._columns[0].tensors.dtype[row_a] != self._columns[1].tensors.dtype[row_b]:
+                yield _tallied(key, "type", (self._described(0, row_a), self._described(1, row_b)), tally)
+            elif tally.differing:
+                yield _tallied(key, "values", (tally.first_a, tally.first_b), tally)
+
+    def _tensor(
+        self, number: int, key: Key, row_a: int, row_b: int, comparer: TensorComparer
+    ) -> Iterator[Difference]:  # fmt: skip
+        """Compare what describes a tensor, and have its values compared."""
         paths = self._columns[0].tensors.paths[row_a], self._columns[1].tensors.paths[row_b]
         yield from self._path(key, *paths)
         try:
             stored = self._stored(0, key), self._stored(1, key)
-            if stored[0].shape != stored[1].shape:
-                yield _difference(key, "shape", *shown)
-                return
-            tally = ElementTally()
-            if self._values:
-                tally = compare_tensors(self._sides, stored, pool, self._count)
         except DcpError as error:
             yield _difference(key, "unreadable", str(error), "")
             return
-        if stored[0].dtype != stored[1].dtype:
-            yield _tallied(key, "type", shown, tally)
-        elif tally.differing:
-            yield _tallied(key, "values", (tally.first_a, tally.first_b), tally)
+        shown = self._described(0, row_a), self._described(1, row_b)
+        if stored[0].shape != stored[1].shape:
+            yield _difference(key, "shape", *shown)
+        elif self._values:
+            comparer.add(number, stored)
+        elif stored[0].dtype != stored[1].dtype:
+            yield _difference(key, "type", *shown)
 
     def _count(self, nbytes: int) -> None:
         self._nbytes += nbytes

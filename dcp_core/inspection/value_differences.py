@@ -6,7 +6,7 @@ type, bits are compared; of two types, values.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
@@ -18,6 +18,7 @@ import numpy.typing as npt
 from dcp_core.arrays import convert
 from dcp_core.box import Box
 from dcp_core.dtype import BY_NAME, DType, Kind
+from dcp_core.errors import DcpError
 from dcp_core.inspection.description import repeated
 from dcp_core.metadata import StoredTensor
 from dcp_core.recipes.stored_source import PieceRequest, StoredSource
@@ -31,6 +32,8 @@ BATCH_PIECES = 512
 
 _SMALL_BOX_BYTES = 256 << 10
 Array = npt.NDArray[Any]
+Pair = tuple[StoredTensor, StoredTensor]
+"""One tensor on both sides."""
 
 
 @dataclass(slots=True)
@@ -56,58 +59,92 @@ class ElementTally:
     first_b: str = ""
 
 
-def compare_tensors(
-    sides: tuple[StoredSource, StoredSource], stored: tuple[StoredTensor, StoredTensor], pool: ThreadPoolExecutor,
-    count: Callable[[int], None],
-) -> ElementTally:  # fmt: skip
-    """Compare two tensors of one shape.
+class TensorComparer:
+    """Compares tensors, many at a time where they are small.
 
     Args:
         sides: Where they are.
-        stored: The tensors.
         pool: A thread that reads one side while this one reads the other.
         count: Told the bytes that have been compared, of the first side.
 
-    Raises:
-        DcpError: Something cannot be read; a tensor has holes.
+    Attributes:
+        tallies: What was found, by the numbers that tensors were added with.
+        errors: Why a tensor could not be compared: it cannot be read, or has holes.
     """
-    tally = ElementTally()
-    for boxes in _batches(stored):
-        arrays = []
-        requests = []
-        for each in stored:
-            made = [np.empty(box.numel * each.dtype.itemsize, np.uint8) for box in boxes]
-            requests.append([PieceRequest(each, box, each.dtype, memory)
-                             for box, memory in zip(boxes, made, strict=True)])  # fmt: skip
-            arrays.append([request.array for request in requests[-1]])
-        other = pool.submit(sides[1].fill, requests[1])
+
+    def __init__(
+        self, sides: tuple[StoredSource, StoredSource], pool: ThreadPoolExecutor, count: Callable[[int], None]
+    ) -> None:
+        self.tallies: dict[int, ElementTally] = {}
+        self.errors: dict[int, DcpError] = {}
+        self._sides = sides
+        self._pool = pool
+        self._count = count
+        self._batch: list[_Piece] = []
+        self._batch_nbytes = 0
+
+    def add(self, number: int, stored: Pair) -> None:
+        """Compare two tensors of one shape, now or later."""
+        self.tallies[number] = ElementTally()
+        itemsize = max(each.dtype.itemsize for each in stored)
+        for box in _pieces(stored, itemsize):
+            self._batch.append(_Piece(number, stored, box))
+            self._batch_nbytes += box.numel * itemsize
+            if self._batch_nbytes >= BATCH_BYTES or len(self._batch) >= BATCH_PIECES:
+                self.finish()
+            if number in self.errors:
+                return
+
+    def finish(self) -> None:
+        """Compare what was added and is waiting."""
+        batch, self._batch, self._batch_nbytes = self._batch, [], 0
+        self._compare(batch)
+
+    def _compare(self, batch: list[_Piece]) -> None:
+        if not batch:
+            return
         try:
-            sides[0].fill(requests[0])
+            arrays = self._read(batch)
+        except DcpError as error:
+            numbers = dict.fromkeys(piece.number for piece in batch)
+            if len(numbers) == 1:
+                self.errors[batch[0].number] = error
+                return
+            for number in numbers:  # to know whose error it is
+                self._compare([piece for piece in batch if piece.number == number])
+            return
+        for piece, one, two in zip(batch, *arrays, strict=True):
+            _tally_piece(self.tallies[piece.number], piece.box, one, two, piece.stored)
+        self._count(sum(array.nbytes for array in arrays[0]))
+
+    def _read(self, batch: Sequence[_Piece]) -> tuple[list[Array], list[Array]]:
+        """Read pieces from both sides at once."""
+        one, two = ([piece.request(side) for piece in batch] for side in (0, 1))
+        other = self._pool.submit(self._sides[1].fill, two)
+        try:
+            self._sides[0].fill(one)
         finally:
             other.exception()  # it is done then, and reads no more into what goes away
         other.result()
-        for box, one, two in zip(boxes, *arrays, strict=True):
-            _tally_piece(tally, box, one, two, stored)
-        count(sum(array.nbytes for array in arrays[0]))
-    return tally
+        return [request.array for request in one], [request.array for request in two]
 
 
-def _batches(stored: tuple[StoredTensor, StoredTensor]) -> Iterator[list[Box]]:
-    """The pieces of a tensor, several at a time."""
-    itemsize = max(each.dtype.itemsize for each in stored)
-    batch: list[Box] = []
-    nbytes = 0
-    for box in _pieces(stored, itemsize):
-        batch.append(box)
-        nbytes += box.numel * itemsize
-        if nbytes >= BATCH_BYTES or len(batch) >= BATCH_PIECES:
-            yield batch
-            batch, nbytes = [], 0
-    if batch:
-        yield batch
+@dataclass(frozen=True, slots=True, eq=False)
+class _Piece:
+    """A part of two tensors."""
+
+    number: int
+    stored: Pair
+    box: Box
+
+    def request(self, side: int) -> PieceRequest:
+        """What one side is asked for, with fresh memory."""
+        stored = self.stored[side]
+        memory = np.empty(self.box.numel * stored.dtype.itemsize, np.uint8)
+        return PieceRequest(stored, self.box, stored.dtype, memory)
 
 
-def _pieces(stored: tuple[StoredTensor, StoredTensor], itemsize: int) -> Iterator[Box]:
+def _pieces(stored: Pair, itemsize: int) -> Iterator[Box]:
     """Boxes that cover the tensor: those that the first side has stored, where they do and are not tiny."""
     shape, chunks = stored[0].shape, stored[0].chunks
     numel = prod(shape)
@@ -143,7 +180,7 @@ def split(box: Box, most: int) -> Iterator[Box]:
 
 
 def _tally_piece(
-    tally: ElementTally, box: Box, one: Array, two: Array, stored: tuple[StoredTensor, StoredTensor]
+    tally: ElementTally, box: Box, one: Array, two: Array, stored: Pair
 ) -> None:  # fmt: skip
     """Compare one piece."""
     tally.elements += one.size
