@@ -15,7 +15,7 @@ import io
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +62,7 @@ def measure(ranks: int, cut: str, name: str, directory: str) -> Case:
     return case
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Measure the cases that were asked for and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[512, 8192])
@@ -70,7 +70,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3, help="runs of each, taken in turn; medians are shown")
     parser.add_argument("--directory", help="where to put the checkpoints; sparse files, no data")
     parser.add_argument("--json", help="write the figures to this file")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     results: list[dict[str, Any]] = []
     root = Path(tempfile.mkdtemp(prefix="dcp-inspect-", dir=options.directory))
     try:

@@ -223,6 +223,23 @@ def test_what_cannot_be_read_is_told_and_the_rest_is_compared(tmp_path: Path) ->
     assert not found.is_sure
 
 
+def test_what_can_be_read_is_compared_though_it_was_to_be_read_together_with_what_cannot(tmp_path: Path) -> None:
+    for name, spoiled in (("a", False), ("b", True)):
+        run_ranks(save_cut, WORLD, tmp_path / name, 0, spoiled)
+    (tmp_path / "b" / "_rank1_.safetensors").unlink()
+    found = compare(
+        FileSystemReader(tmp_path / "a"), FileSystemReader(tmp_path / "b"), wanted=lambda name: name in "wb"
+    )
+    assert [(each.key, each.kind) for each in found.differences] == [("w", "unreadable")]
+    assert found.nbytes == 5 * 8
+
+
+def test_nans_of_other_bits_differ_and_are_nan_on_both_sides(tmp_path: Path) -> None:
+    bits = np.array([0x7FF8000000000000, 0x7FF8000000000001], np.uint64)
+    (found,) = differences({"x": bits[:1].view(np.float64)}, {"x": bits[1:].view(np.float64)}, tmp_path).values()
+    assert (found.elements, found.nans, found.max_abs) == (1, 0, None)
+
+
 def test_pickled_objects_are_compared_by_their_bytes_and_never_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
