@@ -33,6 +33,7 @@ from dcp_core.state_path import encode_path, key_path
 TENSORS = 300
 REPLICAS = 8
 CUTS = ("tall", "wide", "cube")
+SAVE_ID = "0123456789abcdef" * 2
 
 
 @dataclass
@@ -92,15 +93,9 @@ def rank_table(cut: str, ranks: int, replicas: int, rank: int) -> LocalTable:
 
 def measure_ours(ranks: int, cut: str, replicas: int) -> Case:
     """Run all stages of ours."""
-    from dcp_core.formats.metadata_file import MetadataColumns, assemble, encode_body, open_metadata
-    from dcp_core.metadata import FileColumns, Metadata, Nesting, SaveRecord, WriterRecord
-    from dcp_core.planning.global_plan import (
-        PlanOptions,
-        describe_objects,
-        describe_tensors,
-        number_files,
-        plan_globally,
-    )
+    from dcp_core.formats.metadata_file import open_metadata
+    from dcp_core.metadata import Metadata
+    from dcp_core.planning.global_plan import PlanOptions, plan_globally
     from dcp_core.planning.global_table import merge_tables
     from dcp_core.planning.write_list import encode_answers
 
@@ -121,9 +116,31 @@ def measure_ours(ranks: int, cut: str, replicas: int) -> Case:
     written = np.bincount(plan.position, weights=plan.nbytes, minlength=ranks)
     case.sizes["balance"] = float(written.max() / written.mean())
     with case.timed("metadata"):
-        files = number_files(plan)
-        tensors, chunks = describe_tensors(plan, files)
-        body = encode_body(MetadataColumns(tensors, chunks, describe_objects(plan, files), Nesting()))
+        body = body_of(plan)
+    blob = metadata_of(plan, body, ranks)
+    case.sizes["metadata_mb"] = len(blob) / 1e6
+    _measure_load(case, blob, open_metadata, Metadata)
+    if replicas > 1:
+        _measure_read_sources(case)
+    return case
+
+
+def body_of(plan: Any) -> Any:
+    """The part of a plan's `.metadata` that is the same for every save."""
+    from dcp_core.formats.metadata_file import MetadataColumns, encode_body
+    from dcp_core.metadata import Nesting
+    from dcp_core.planning.global_plan import describe_objects, describe_tensors, number_files
+
+    files = number_files(plan)
+    tensors, chunks = describe_tensors(plan, files)
+    return encode_body(MetadataColumns(tensors, chunks, describe_objects(plan, files), Nesting()))
+
+
+def metadata_of(plan: Any, body: Any, ranks: int) -> bytes:
+    """The `.metadata` of a plan, as if its files had been written."""
+    from dcp_core.formats.metadata_file import assemble
+    from dcp_core.metadata import FileColumns, SaveRecord, WriterRecord
+
     parts, ends = plan.layout.parts, np.append(0, np.cumsum(plan.nbytes[plan.layout.order]))
     count = int(parts.sum())
     file_rank = np.repeat(np.arange(ranks, dtype=np.int32), parts)
@@ -134,12 +151,7 @@ def measure_ours(ranks: int, cut: str, replicas: int) -> Case:
         file_rank, part, np.zeros(count, np.uint8), start + np.diff(ends[plan.layout.starts]),
         start, np.full(count, 128, np.int64), np.full(count, 4096, np.int64), digests,
     )  # fmt: skip
-    blob = assemble(body, columns, SaveRecord("0" * 32, ""), WriterRecord("bench", "none", "0", ranks))
-    case.sizes["metadata_mb"] = len(blob) / 1e6
-    _measure_load(case, blob, open_metadata, Metadata)
-    if replicas > 1:
-        _measure_read_sources(case)
-    return case
+    return assemble(body, columns, SaveRecord(SAVE_ID, ""), WriterRecord("bench", "none", "0", ranks))
 
 
 def _measure_read_sources(case: Case) -> None:

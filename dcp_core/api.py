@@ -25,6 +25,7 @@ from dcp_core.errors import ArgumentError
 from dcp_core.execution.filesystem import FileSystemReader, FileSystemWriter
 from dcp_core.execution.interfaces import CheckpointId, StorageReader, StorageWriter, Verify
 from dcp_core.formats.objects import allow_pickled
+from dcp_core.inspection.verify import verify
 from dcp_core.log import set_rank, stage
 from dcp_core.metadata import Metadata
 from dcp_core.planning.planners import LoadPlanner, SavePlanner
@@ -46,6 +47,7 @@ __all__ = [
     "load",
     "read",
     "save",
+    "verify",
     "wait_all",
 ]
 

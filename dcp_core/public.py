@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dcp_core import __version__
-from dcp_core.api import AsyncSaveResponse, DataCopier, allow_pickled, clear_plan_cache, read, wait_all
+from dcp_core.api import AsyncSaveResponse, DataCopier, allow_pickled, clear_plan_cache, read, verify, wait_all
 from dcp_core.box import Box
 from dcp_core.errors import (
     AdapterError,
@@ -34,6 +34,7 @@ from dcp_core.errors import (
 from dcp_core.execution.filesystem import FileSystemReader, FileSystemWriter
 from dcp_core.execution.huggingface import HuggingFaceReader, Joined, Narrowed, Selected, Stacked
 from dcp_core.execution.interfaces import StorageReader, StorageWriter
+from dcp_core.inspection.report import VerifyReport
 from dcp_core.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -101,10 +102,12 @@ __all__ = [
     "TensorStorageMetadata",
     "UnsupportedValueError",
     "UntrustedObjectError",
+    "VerifyReport",
     "WriteItem",
     "__version__",
     "allow_pickled",
     "clear_plan_cache",
     "read",
+    "verify",
     "wait_all",
 ]

@@ -7,27 +7,22 @@ What lies at SRC is found out by looking: a checkpoint of this library or of tor
 from __future__ import annotations
 
 import argparse
-import importlib
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any
 
-from dcp_core.cli.tables import write_table
-from dcp_core.convert.detection import checkpoint_format
+from dcp_core.cli.sources import FORMATS, open_reader, torch_module
+from dcp_core.cli.tables import shown_bytes, write_table
 from dcp_core.convert.huggingface_files import INDEX_NAME
 from dcp_core.convert.shard_sizes import MAX_SHARD_SIZE
-from dcp_core.convert.stored_source import StoredSource
 from dcp_core.convert.to_dcp import convert_to_dcp, stored_nbytes
 from dcp_core.convert.to_huggingface import HuggingFaceConversion
 from dcp_core.errors import ArgumentError
-from dcp_core.execution.filesystem import FileSystemReader, local_path
-from dcp_core.execution.huggingface import HuggingFaceReader
-from dcp_core.execution.interfaces import StorageReader
+from dcp_core.execution.filesystem import local_path
+from dcp_core.inspection.detection import checkpoint_format
+from dcp_core.recipes.stored_source import StoredSource
 
-FORMATS = ("dcp", "torch-dcp", "huggingface", "torch")
 _SHOWN_SKIPPED = 20
-_TORCH = {"torch-dcp": "dcp_torch.torch_dcp", "torch": "dcp_torch.offline_transform"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -68,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _to_huggingface(arguments: argparse.Namespace, source: str) -> int:
     renames = dict(arguments.rename) or None
     conversion = HuggingFaceConversion(
-        _reader(arguments.src, source),
+        open_reader(arguments.src, source),
         max_shard_size=arguments.max_shard_size,
         prefix=arguments.prefix,
         dtype=arguments.dtype,
@@ -76,12 +71,12 @@ def _to_huggingface(arguments: argparse.Namespace, source: str) -> int:
     )
     files = conversion.file_tensors
     if arguments.dry_run:
-        rows = [(name, str(len(inside)), _shown_bytes(sum(t.nbytes for t in inside))) for name, inside in files]
+        rows = [(name, str(len(inside)), shown_bytes(sum(t.nbytes for t in inside))) for name, inside in files]
         write_table(("would write", "tensors", "bytes"), rows + [(INDEX_NAME, "", "")] * (len(files) > 1))
         _write_skipped([(entry.name, entry.reason) for entry in conversion.plan.skipped])
         return 0
     report = conversion.run(arguments.dst, overwrite=arguments.overwrite, durable=not arguments.not_durable)
-    sys.stdout.write(f"wrote {report.tensors} tensors, {_shown_bytes(report.nbytes)}, to {arguments.dst}\n")
+    sys.stdout.write(f"wrote {report.tensors} tensors, {shown_bytes(report.nbytes)}, to {arguments.dst}\n")
     _write_skipped([(entry.name, entry.reason) for entry in report.skipped])
     return 0
 
@@ -97,45 +92,26 @@ def _to_dcp(arguments: argparse.Namespace, source: str) -> int:
     if source == "torch":
         if arguments.dry_run:
             raise ArgumentError("--dry-run cannot look into files of torch.save without reading them")
-        module = _torch_module(source)
+        module = torch_module(source)
         module.convert_full_checkpoint_to_dcp(arguments.src, arguments.dst, "torch", durable=durable)
         sys.stdout.write(f"wrote {arguments.dst}\n")
         return 0
-    reader = _reader(arguments.src, source, dict(arguments.rename) or None)
+    reader = open_reader(arguments.src, source, dict(arguments.rename) or None)
     if arguments.dry_run:
         opened = StoredSource(reader)
         tensors = opened.tensors()
         opened.check(tensors)
         rows = [
-            (tensor.name, tensor.dtype.name, str(list(tensor.shape)), _shown_bytes(stored_nbytes(tensor)))
+            (tensor.name, tensor.dtype.name, str(list(tensor.shape)), shown_bytes(stored_nbytes(tensor)))
             for tensor in tensors
         ]
         rows += [(entry.name, "value", "", "") for entry in opened.objects()]
         write_table(("would write", "type", "shape", "bytes"), rows)
-        sys.stdout.write(f"{len(tensors)} tensors, {_shown_bytes(sum(map(stored_nbytes, tensors)))}\n")
+        sys.stdout.write(f"{len(tensors)} tensors, {shown_bytes(sum(map(stored_nbytes, tensors)))}\n")
         return 0
     metadata = convert_to_dcp(reader, arguments.dst, durable=durable)
     sys.stdout.write(f"wrote {len(metadata.state_dict_metadata)} tensors and values to {arguments.dst}\n")
     return 0
-
-
-def _reader(src: str, source: str, key_map: dict[str, str] | None = None) -> StorageReader:
-    if source == "dcp":
-        return FileSystemReader(src)
-    if source == "huggingface":
-        return HuggingFaceReader(src, key_map=key_map)
-    if source == "torch-dcp":
-        reader: StorageReader = _torch_module(source).TorchDCPReader(src)
-        return reader
-    raise ArgumentError("files of torch.save become --to dcp first, and that --to hf")
-
-
-def _torch_module(source: str) -> Any:
-    """What reads torch's formats lies in torch's package, which is imported when it is needed."""
-    try:
-        return importlib.import_module(_TORCH[source])
-    except ImportError as error:
-        raise ArgumentError(f"{error}: what torch wrote is read with torch; pip install 'hyper-dcp[torch]'") from error
 
 
 def _is_taken(dst: str) -> bool:
@@ -149,17 +125,3 @@ def _write_skipped(skipped: Sequence[tuple[str, str]]) -> None:
     write_table(("name", "why"), skipped[:_SHOWN_SKIPPED])
     if len(skipped) > _SHOWN_SKIPPED:
         sys.stdout.write(f"and {len(skipped) - _SHOWN_SKIPPED} more\n")
-
-
-def _shown_bytes(nbytes: int) -> str:
-    """Bytes for people.
-
-    >>> _shown_bytes(512), _shown_bytes(5 << 30)
-    ('512 B', '5.0 GiB')
-    """
-    size, unit = float(nbytes), "B"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if size < 1024:
-            break
-        size, unit = size / 1024, larger
-    return f"{nbytes} B" if unit == "B" else f"{size:.1f} {unit}"

@@ -38,7 +38,10 @@ class Command:
 
 COMMANDS: dict[str, Command] = {
     "convert": Command("dcp_core.cli.convert", "convert a checkpoint to another format"),
+    "diff": Command("dcp_core.cli.diff", "tell in what two checkpoints differ, whatever their layouts"),
+    "inspect": Command("dcp_core.cli.inspect", "show what is in a checkpoint, and who holds what"),
     "plugins": Command("dcp_core.cli.plugins", "list the plugins that are installed, and what is wrong with them"),
+    "verify": Command("dcp_core.cli.verify", "tell whether a checkpoint is whole, and all that is wrong with it"),
 }
 """Every command by its name."""
 

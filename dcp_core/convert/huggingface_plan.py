@@ -13,12 +13,12 @@ from math import prod
 from dcp_core.convert.huggingface_files import check_names, file_type
 from dcp_core.convert.recut import recut
 from dcp_core.convert.shard_sizes import share_out
-from dcp_core.convert.stored_source import place_of
 from dcp_core.dtype import BY_NAME, DType, Kind, conversion
 from dcp_core.errors import ArgumentError, DTypeMismatchError
 from dcp_core.formats.cuts import Cut
 from dcp_core.formats.key_map import KeyMap, map_keys
 from dcp_core.metadata import StoredTensor
+from dcp_core.recipes.stored_source import place_of
 
 _INPUT_SIDE = ("embed", "wte", "shared")
 _DIGITS = re.compile(r"(\d+)")

@@ -21,11 +21,11 @@ from dcp_core import __version__
 from dcp_core.adapter import ProcessGroup
 from dcp_core.box import Box
 from dcp_core.convert.progress import Advance
-from dcp_core.convert.stored_source import PieceRequest, StoredSource, place_of
 from dcp_core.dtype import DType
 from dcp_core.errors import ArgumentError, UnsupportedValueError
 from dcp_core.metadata import StoredTensor
 from dcp_core.planning.leaves import DeviceBits, LocalTensor, whole_shape, whole_tensor
+from dcp_core.recipes.stored_source import PieceRequest, StoredSource, place_of
 
 BATCH_PIECES = 512
 """Pieces that are read at once, at most."""

@@ -24,7 +24,6 @@ from dcp_core.convert.huggingface_plan import Skipped, choose_tied
 from dcp_core.convert.lazy_tensors import AloneAdapter
 from dcp_core.convert.progress import Advance, progress_bar
 from dcp_core.convert.shard_sizes import MAX_SHARD_SIZE, parse_shard_size, share_out
-from dcp_core.convert.stored_source import PieceRequest, StoredSource, place_of
 from dcp_core.convert.to_dcp import containers_of, convert_to_dcp, stored_nbytes
 from dcp_core.convert.to_huggingface import ConversionReport, log_skipped
 from dcp_core.dtype import DType
@@ -41,6 +40,7 @@ from dcp_core.planning.leaves import DeviceBits, LocalTensor
 from dcp_core.planning.standard_save import StandardSavePlanner
 from dcp_core.planning.write_columns import PlannedChunk
 from dcp_core.plugins import activate_codecs
+from dcp_core.recipes.stored_source import PieceRequest, StoredSource, place_of
 from dcp_core.state_nest import rebuild
 from dcp_core.state_path import StatePath
 from dcp_core.storage.local import LocalStorage

@@ -12,12 +12,12 @@ from typing import Any
 from dcp_core import api
 from dcp_core.convert.lazy_tensors import ConversionAdapter, LazyTensor, ReadAhead
 from dcp_core.convert.progress import progress_bar
-from dcp_core.convert.stored_source import StoredSource
 from dcp_core.execution.interfaces import CheckpointId, StorageReader, StorageWriter
 from dcp_core.formats.objects import decode_value
 from dcp_core.metadata import Metadata, StoredTensor
 from dcp_core.planning.standard_save import StandardSavePlanner
 from dcp_core.plugins import activate_codecs
+from dcp_core.recipes.stored_source import StoredSource
 from dcp_core.state_nest import rebuild
 from dcp_core.state_path import StatePath, decode_path
 

@@ -26,11 +26,11 @@ from dcp_core.convert.huggingface_plan import (
 from dcp_core.convert.lazy_tensors import LazyTensor, ReadAhead
 from dcp_core.convert.progress import progress_bar
 from dcp_core.convert.shard_sizes import MAX_SHARD_SIZE, parse_shard_size
-from dcp_core.convert.stored_source import StoredSource
 from dcp_core.execution.filesystem import local_path
 from dcp_core.execution.interfaces import CheckpointId, StorageReader
 from dcp_core.formats.cuts import Cut
 from dcp_core.formats.key_map import KeyMap
+from dcp_core.recipes.stored_source import StoredSource
 from dcp_core.storage.base import Storage
 from dcp_core.storage.local import LocalStorage
 

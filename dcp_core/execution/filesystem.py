@@ -332,6 +332,15 @@ class FileSystemReader(StorageReader):
         self._context = ReadContext(0, 1)
         self._objects: ObjectFiles | None = None
 
+    @property
+    def storage(self) -> Storage:
+        """Where it reads.
+
+        Raises:
+            ArgumentError: Nobody has said.
+        """
+        return self._directory.storage
+
     def initialize_reader(self, checkpoint_id: CheckpointId | None = None) -> None:
         """Point the reader at a directory; None keeps the one that it was made with."""
         self._directory.select(checkpoint_id)
@@ -369,9 +378,22 @@ class FileSystemReader(StorageReader):
     def read_object(self, stored: StoredObject) -> bytes:
         """Read one object's bytes; always checked."""
         with self._reading() as source:
-            if self._objects is None:
-                self._objects = ObjectFiles(self._directory.storage, source.files, source.save)
-            return self._objects.read(stored)
+            return self._object_files(source).read(stored)
+
+    def object_nbytes(self, stored: StoredObject) -> int:
+        """Length of one object's encoding; reads only the index of its file.
+
+        Raises:
+            IncompleteError: The file is missing or short.
+            CorruptError: Its index contradicts its digest.
+        """
+        with self._reading() as source:
+            return self._object_files(source).nbytes(stored)
+
+    def _object_files(self, source: MetadataSource) -> ObjectFiles:
+        if self._objects is None:
+            self._objects = ObjectFiles(self._directory.storage, source.files, source.save)
+        return self._objects
 
     def execute_read(
         self,

@@ -73,7 +73,7 @@ class HuggingFaceReader(FileSystemReader):
         cuts: Mapping[str, Cut] | None = None,
         storage: Storage | None = None,
     ) -> None:
-        directory, self._chosen = _split(path)
+        directory, self._chosen = split_path(path)
         super().__init__(directory, storage=storage)
         key_function(key_map)
         self._key_map = key_map
@@ -82,7 +82,7 @@ class HuggingFaceReader(FileSystemReader):
     def initialize_reader(self, checkpoint_id: CheckpointId | None = None) -> None:
         """Point the reader at a directory or a file; None keeps the one that it was made with."""
         if checkpoint_id is not None:
-            checkpoint_id, self._chosen = _split(checkpoint_id)
+            checkpoint_id, self._chosen = split_path(checkpoint_id)
         super().initialize_reader(checkpoint_id)
 
     def options(self) -> str:
@@ -133,8 +133,8 @@ class HuggingFaceReader(FileSystemReader):
         return nullcontext()
 
 
-def _split(path: CheckpointId | None) -> tuple[CheckpointId | None, str | None]:
-    """A directory, and the one file of it that is meant."""
+def split_path(path: CheckpointId | None) -> tuple[CheckpointId | None, str | None]:
+    """A directory, and the one file of it that is meant: a safetensors file or an index; None for all of it."""
     if path is None:
         return None, None
     local = local_path(path)
@@ -164,7 +164,7 @@ def _read_headers(storage: Storage, chosen: str | None) -> tuple[SafetensorsFile
         files = _read_all_headers(storage, dict.fromkeys(choice))
         check_duplicates(files)
         return files
-    weight_map = parse_index(_read_index(storage, choice), f"{choice} in {where}")
+    weight_map = parse_index(read_index(storage, choice), f"{choice} in {where}")
     check_choice(weight_map, choice, names, where)
     wanted: dict[str, set[str]] = {}
     for key, name in weight_map.items():
@@ -175,10 +175,16 @@ def _read_headers(storage: Storage, chosen: str | None) -> tuple[SafetensorsFile
 def _read_all_headers(storage: Storage, wanted: Mapping[str, Collection[str] | None]) -> tuple[SafetensorsFile, ...]:
     """Read headers, several at a time: each takes little but waiting where files are far away."""
     with ThreadPoolExecutor(min(_HEADERS_AT_ONCE, max(len(wanted), 1))) as pool:
-        return tuple(pool.map(lambda name: _read_header(storage, name, wanted[name]), wanted))
+        return tuple(pool.map(lambda name: read_header(storage, name, wanted[name]), wanted))
 
 
-def _read_index(storage: Storage, name: str) -> bytes:
+def read_index(storage: Storage, name: str) -> bytes:
+    """Read an index.
+
+    Raises:
+        NotFoundError: There is none.
+        CorruptError: It is too long for an index.
+    """
     found = storage.size(name)
     if found is None:
         raise NotFoundError(f"there is no {name!r} in {storage.describe()}: check the path")
@@ -187,13 +193,17 @@ def _read_index(storage: Storage, name: str) -> bytes:
     return storage.read(name)
 
 
-def _read_header(storage: Storage, name: str, wanted: Collection[str] | None) -> SafetensorsFile:
+def read_header(storage: Storage, name: str, wanted: Collection[str] | None) -> SafetensorsFile:
     """Read the header of a file.
 
     Args:
         storage: Where it lies.
         name: Its name.
         wanted: The tensors that an index says are in it; None: there is no index.
+
+    Raises:
+        IncompleteError: It is cut short; or an index names it, and it is missing.
+        CorruptError: It is not sound, or lacks a tensor that the index says is in it.
     """
     label = f"{name} in {storage.describe()}"
     try:

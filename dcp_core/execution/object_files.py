@@ -36,23 +36,47 @@ class ObjectFiles:
             IncompleteError: Its file is missing or of another size.
             CorruptError: The file or the object contradicts its digest.
         """
-        if stored.file not in self._indices:
-            self._indices[stored.file] = self._open(stored.file)
-        facts, index = self._indices[stored.file]
+        facts, index = self._find(stored)
         ordinal = stored.ordinal
-        if not 0 <= ordinal < len(index):
-            raise CorruptError(f"{stored.name}: {facts.name} holds {len(index)} objects, none with number {ordinal}")
         value = self._storage.read(facts.name, int(index.offsets[ordinal]), int(index.nbytes[ordinal]))
         check_value(value, int(index.digests[ordinal]), f"{stored.name} in {facts.name}")
         return value
 
-    def _open(self, row: int) -> tuple[FileFacts, BytesIndex]:
-        facts = file_facts(self._files, self._save, row)
-        check_size(self._storage, facts)
-        start = facts.field_start
-        if start != PREAMBLE_NBYTES or facts.data_start != start + facts.field_nbytes:
-            raise CorruptError(f"{facts.name}: its index cannot lie at byte {start} before data at {facts.data_start}")
-        header = self._storage.read(facts.name, 0, facts.data_start)
-        if parse_preamble(header[:start], facts.nbytes, name=facts.name) * ENTRY_NBYTES != facts.field_nbytes:
-            raise CorruptError(f"{facts.name}: its preamble contradicts the length of its index")
-        return facts, parse_index(header[start:], facts.digest, facts.nbytes, name=facts.name)
+    def nbytes(self, stored: StoredObject) -> int:
+        """Length of one object's encoding; only the index of its file is read.
+
+        Raises:
+            IncompleteError: Its file is missing or of another size.
+            CorruptError: The index contradicts its digest, or lacks the object.
+        """
+        _, index = self._find(stored)
+        return int(index.nbytes[stored.ordinal])
+
+    def _find(self, stored: StoredObject) -> tuple[FileFacts, BytesIndex]:
+        if stored.file not in self._indices:
+            facts = file_facts(self._files, self._save, stored.file)
+            self._indices[stored.file] = facts, open_index(self._storage, facts)
+        facts, index = self._indices[stored.file]
+        if not 0 <= stored.ordinal < len(index):
+            raise CorruptError(
+                f"{stored.name}: {facts.name} holds {len(index)} objects, none with number {stored.ordinal}"
+            )
+        return facts, index
+
+
+def open_index(storage: Storage, facts: FileFacts) -> BytesIndex:
+    """Read the index of a `.bytes` file, checked against what the metadata says about the file.
+
+    Raises:
+        IncompleteError: The file is missing or of another size.
+        CorruptError: The file or the metadata contradicts the format, or each other.
+        NewerVersionError: A newer version of this library wrote the file.
+    """
+    check_size(storage, facts)
+    start = facts.field_start
+    if start != PREAMBLE_NBYTES or facts.data_start != start + facts.field_nbytes:
+        raise CorruptError(f"{facts.name}: its index cannot lie at byte {start} before data at {facts.data_start}")
+    header = storage.read(facts.name, 0, facts.data_start)
+    if parse_preamble(header[:start], facts.nbytes, name=facts.name) * ENTRY_NBYTES != facts.field_nbytes:
+        raise CorruptError(f"{facts.name}: its preamble contradicts the length of its index")
+    return parse_index(header[start:], facts.digest, facts.nbytes, name=facts.name)

@@ -158,6 +158,14 @@ class BlockContainer:
         self._check(name, content, digest)
         return content
 
+    def damaged_blocks(self) -> tuple[tuple[str, int, int], ...]:
+        """Read every block; give those whose digest is wrong: name, byte offset in the file, length."""
+        found = []
+        for name, (offset, nbytes, digest) in self._spans.items():
+            if xxhash.xxh3_128_digest(self._exactly(offset, nbytes)) != digest:
+                found.append((name, offset, nbytes))
+        return tuple(found)
+
     def _check(self, name: str, content: bytes | memoryview, digest: bytes) -> None:
         found = xxhash.xxh3_128_digest(content)
         if found != digest:

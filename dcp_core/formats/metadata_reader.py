@@ -89,6 +89,10 @@ class MetadataFile:
         """The whole file, as it was found."""
         return self._container.raw()
 
+    def damaged_blocks(self) -> tuple[tuple[str, int, int], ...]:
+        """Read every block; give those whose digest is wrong: name, byte offset in the file, length."""
+        return self._container.damaged_blocks()
+
     @property
     def save(self) -> SaveRecord:
         """Which save wrote it."""

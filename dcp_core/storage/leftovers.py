@@ -58,6 +58,22 @@ def temporary_name(name: str, save_id: str) -> str:
     return f"{name}.{save_id}.tmp"
 
 
+def parse_temporary_name(name: str) -> tuple[int | None, str] | None:
+    """Undo `temporary_name`: (rank or None, save id); None for another name.
+
+    >>> parse_temporary_name(".metadata." + "0" * 32 + ".tmp") == (None, "0" * 32)
+    True
+    """
+    match = _TEMPORARY.fullmatch(name)
+    return (int(match[1]) if match[1] else None, match[2]) if match else None
+
+
+def parse_mailbox_name(name: str) -> str | None:
+    """The save id of a mailbox directory, or `JOIN_NAME`; None for another name."""
+    match = _MAILBOX.fullmatch(name)
+    return match[1] if match else None
+
+
 def sweep(storage: Storage, opening: Opening, files_of: FilesOf) -> None:
     """Remove what dead saves left behind. Never raises for a storage that refuses: it logs.
 
@@ -139,8 +155,8 @@ def _parse(name: str) -> _Found | None:
     parsed = parse_data_file_name(name)
     if parsed is not None:
         return _Found(name, parsed[0], parsed[3][1:])
-    match = _TEMPORARY.fullmatch(name)
-    return _Found(name, int(match[1]) if match[1] else None, match[2]) if match else None
+    temporary = parse_temporary_name(name)
+    return _Found(name, *temporary) if temporary is not None else None
 
 
 def concerns(rank: int | None, other: int | None) -> bool:
@@ -209,10 +225,10 @@ def _remove_mailboxes(storage: Storage, names: Iterable[str], dead: frozenset[st
     waits in it touches it now and then, so its age tells.
     """
     for name in names:
-        match = _MAILBOX.fullmatch(name)
-        if match is None:
+        mailbox = parse_mailbox_name(name)
+        if mailbox is None:
             continue
-        if match[1] in dead or (_is_expired(storage, name, now_seconds) and not _has_save(storage, match[1])):
+        if mailbox in dead or (_is_expired(storage, name, now_seconds) and not _has_save(storage, mailbox)):
             try:
                 storage.remove_directory(name)
             except DcpError as error:

@@ -221,7 +221,7 @@ def test_without_rich_on_a_terminal_the_table_is_plain(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    monkeypatch.setitem(sys.modules, "rich", None)
+    monkeypatch.setitem(sys.modules, "rich.console", None)
     tables.write_table(["a", "b"], [["1", "[2]"]])
     assert capsys.readouterr().out == "a  b\n1  [2]\n"
 

@@ -14,13 +14,13 @@ import pytest
 from safetensors.numpy import save_file
 
 from dcp_core import api
-from dcp_core.convert.detection import checkpoint_format
 from dcp_core.convert.to_dcp import convert_to_dcp
 from dcp_core.errors import ArgumentError, CorruptError, DcpError, IncompleteError, NotFoundError
 from dcp_core.execution.filesystem import FileSystemReader, FileSystemWriter
 from dcp_core.execution.huggingface import HuggingFaceReader, Joined, Stacked
 from dcp_core.formats.cuts import Cut
 from dcp_core.formats.metadata_file import open_bytes
+from dcp_core.inspection.detection import checkpoint_format
 from dcp_core.storage.local import LocalStorage
 from dcp_core.testing.faults import FaultyOperations
 from tests.core.peak_memory import need_peak_counter, peak_rise

@@ -45,6 +45,7 @@ TWINS: dict[str, tuple[str, ...] | str] = {
     "test_huggingface_models": "models of transformers are torch's; the reader is the core's",
     "test_huggingface_ranks": IN_CORE,
     "test_huggingface_round_trip": "models of transformers are torch's; conversion is the core's",
+    "test_inspection_torch": IN_CORE,
     "test_io_torch": ("test_jobs", "test_elements"),
     "test_jobs": ("test_jobs",),
     "test_laid_out": ("test_describers",),

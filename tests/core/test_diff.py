@@ -1,0 +1,272 @@
+"""In what two checkpoints differ: the same answer as numpy gives on whole arrays, whatever the layouts."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from dcp_core import api
+from dcp_core.arrays import convert
+from dcp_core.box import Box
+from dcp_core.dtype import BY_NAME, Kind
+from dcp_core.execution.filesystem import FileSystemReader
+from dcp_core.execution.huggingface import HuggingFaceReader
+from dcp_core.inspection import value_differences
+from dcp_core.inspection.comparison import Comparison, Difference, compare
+from dcp_core.inspection.value_differences import split
+from dcp_core.state_path import PerRank
+from dcp_core.testing.numpy_ranks import NumpyRankAdapter, ShardedArray, even_boxes
+from dcp_core.testing.ranks import RankContext, run_ranks
+from tests.core.huggingface_files import write_shards
+from tests.core.peak_memory import need_peak_counter, peak_rise
+
+Array = npt.NDArray[Any]
+WORLD = 3
+
+
+class Odd:
+    """Pickled, and never made again."""
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+    def __reduce__(self) -> tuple[Callable[[str], int], tuple[str]]:
+        return os.system, (f"touch it-ran-{self.value}",)
+
+
+def save(path: Path, state: dict[str, Any]) -> FileSystemReader:
+    api.save(state, checkpoint_id=path, adapter=NumpyRankAdapter(), durable=False)
+    return FileSystemReader(path)
+
+
+def differences(one: dict[str, Any], other: dict[str, Any], root: Path) -> dict[str, Difference]:
+    found = compare(save(root / "a", one), save(root / "b", other))
+    return {each.key: each for each in found.differences}
+
+
+# --- keys and types ----------------------------------------------------------------------------------
+
+
+def test_equal_checkpoints_do_not_differ(tmp_path: Path) -> None:
+    state = {"x": np.arange(7.0), "empty": np.zeros((0, 3)), "scalar": np.array(2.5), "step": 3, "rng": PerRank([1])}
+    found = compare(save(tmp_path / "a", state), save(tmp_path / "b", state))
+    assert found == Comparison(3, 2, 7 * 8 + 8, True, ())
+    assert (found.is_equal, found.is_sure) == (True, True)
+
+
+def test_keys_kinds_shapes_and_values_that_differ_are_told_apart(tmp_path: Path) -> None:
+    same = {"same": np.ones(3), "value": 1}
+    one = same | {"left": np.ones(2), "kind": np.ones(3), "shape": np.ones((4, 8)), "plain": {"lr": 0.1}, "tuple": (1,)}
+    other = same | {"right": 5, "kind": 3, "shape": np.ones((8, 4)), "plain": {"lr": 0.2}, "tuple": [1]}
+    found = {key: (each.kind, each.a, each.b) for key, each in differences(one, other, tmp_path).items()}
+    assert found.pop("tuple", found.pop("tuple.0", None)) is not None
+    assert found == {
+        "left": ("only in a", "float64 [2]", ""),
+        "right": ("only in b", "", "a value"),
+        "kind": ("kind", "float64 [3]", "a value"),
+        "shape": ("shape", "float64 [4, 8]", "float64 [8, 4]"),
+        "plain.lr": ("object", "0.1", "0.2"),
+    }
+
+
+def test_a_position_in_a_list_is_not_a_key_of_the_same_name(tmp_path: Path) -> None:
+    found = differences({"x": [np.ones(2)]}, {"x": {0: np.ones(2)}}, tmp_path)
+    assert found["x.0"].kind == "path"
+
+
+def test_a_type_that_differs_is_told_with_the_values_that_do(tmp_path: Path) -> None:
+    values = np.array([1.0, 2.0, 1 / 3, np.nan])
+    (found,) = differences({"x": values}, {"x": values.astype(np.float32)}, tmp_path).values()
+    assert (found.kind, found.a, found.b) == ("type", "float64 [4]", "float32 [4]")
+    assert (found.elements, found.of, found.first, found.nans) == (1, 4, (2,), 0)
+    assert found.max_abs == abs(float(np.float32(1 / 3)) - 1 / 3)
+
+
+# --- values ------------------------------------------------------------------------------------------
+
+
+def test_every_type_is_compared_by_its_bits(tmp_path: Path) -> None:
+    for dtype in BY_NAME.values():
+        root = tmp_path / dtype.name
+        one = np.arange(32, dtype=np.uint8)
+        if dtype.kind is Kind.BOOL:
+            one &= 1
+        other = one.copy()
+        other[dtype.itemsize * 1] ^= 1
+        states = [
+            {"x": ShardedArray((len(raw) // dtype.itemsize,), [Box((0,), (len(raw) // dtype.itemsize,))],
+                               [raw.view(dtype.bits)], dtype.name)}
+            for raw in (one, other)
+        ]  # fmt: skip
+        found = differences(states[0], states[1], root)
+        assert (found["x"].kind, found["x"].elements, found["x"].first) == ("values", 1, (1,)), dtype.name
+        assert (found["x"].max_abs is None) == (dtype.kind is Kind.OPAQUE or found["x"].nans > 0), dtype.name
+
+
+def test_zeros_of_both_signs_differ_by_nothing_and_nans_are_counted(tmp_path: Path) -> None:
+    one = {"x": np.array([0.0, 1.0, np.nan, np.inf, np.inf]), "same": np.array([np.nan, np.inf])}
+    other = {"x": np.array([-0.0, np.nan, np.nan, -np.inf, np.inf]), "same": np.array([np.nan, np.inf])}
+    found = compare(save(tmp_path / "a", one), save(tmp_path / "b", other))
+    (x,) = found.differences
+    assert (x.elements, x.nans, x.max_abs, x.first) == (3, 1, np.inf, (0,))
+    assert json.loads(json.dumps(found.to_values(), allow_nan=False))["differences"][0]["max_abs"] == "inf"
+
+
+def save_cut(context: RankContext, directory: Path, dim: int, spoiled: bool) -> None:
+    whole = whole_array()
+    if spoiled:
+        whole[2, 30, 5] += 0.25
+        whole[7, 1, 11] -= 4.0
+    state = {
+        "w": ShardedArray.cut(whole, even_boxes(whole.shape, WORLD, context.rank, dim), "float64"),
+        "b": np.arange(5),
+        "seed": PerRank(context.rank * (1 + spoiled)),
+    }
+    api.save(state, checkpoint_id=directory, adapter=NumpyRankAdapter(), durable=False)
+
+
+def whole_array() -> Array:
+    return np.random.default_rng(0).standard_normal((9, 32, 12))
+
+
+def test_layouts_make_no_difference_and_values_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for dim in range(3):
+        run_ranks(save_cut, WORLD, tmp_path / f"{dim}", dim, False)
+    run_ranks(save_cut, WORLD, tmp_path / "spoiled", 1, True)
+    for piece_bytes in (4 << 20, 4096, 712):
+        monkeypatch.setattr(value_differences, "PIECE_BYTES", piece_bytes)
+        monkeypatch.setattr(value_differences, "_SMALL_BOX_BYTES", 0)
+        for dim in range(3):
+            assert compare(FileSystemReader(tmp_path / "0"), FileSystemReader(tmp_path / f"{dim}")).is_equal
+            found = compare(FileSystemReader(tmp_path / f"{dim}"), FileSystemReader(tmp_path / "spoiled"))
+            w, *seeds = sorted(found.differences, key=lambda each: each.kind != "values")
+            assert (w.key, w.elements, w.of, w.first) == ("w", 2, 9 * 32 * 12, (2, 30, 5))
+            assert w.max_abs == pytest.approx(4.0)
+            assert [(each.key, each.rank, each.kind) for each in seeds] == [
+                ("seed", 1, "object"),
+                ("seed", 2, "object"),
+            ]
+
+
+@given(data=st.data())
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_counts_places_and_largest_differences_are_those_of_numpy(data: st.DataObject, tmp_path: Path) -> None:
+    root = tmp_path / str(len(list(tmp_path.iterdir())))
+    shape = tuple(data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=3)))
+    dtype = BY_NAME[data.draw(st.sampled_from(["float32", "float64", "int32", "bfloat16", "complex64"]))]
+    size = int(np.prod(shape))
+    raw = np.frombuffer(data.draw(st.binary(min_size=size * dtype.itemsize, max_size=size * dtype.itemsize)), np.uint8)
+    other = raw.copy()
+    for at in data.draw(st.lists(st.integers(0, len(raw) - 1), max_size=3)):
+        other[at] ^= data.draw(st.integers(1, 255))
+    arrays = [each.view(dtype.bits).reshape(shape) for each in (raw, other)]
+    cuts = [even_boxes(shape, 1, 0), [Box.whole(shape)]]
+    states = [{"x": ShardedArray.cut(array, boxes, dtype.name)} for array, boxes in zip(arrays, cuts, strict=True)]
+    found = differences(states[0], states[1], root)
+    differs = (raw.reshape(size, -1) != other.reshape(size, -1)).any(axis=1).reshape(shape)
+    assert bool(found) == bool(differs.any())
+    if found:
+        each = found["x"]
+        assert (each.elements, each.of) == (int(differs.sum()), size)
+        assert each.first == tuple(int(at) for at in np.argwhere(differs)[0])
+        target = BY_NAME["complex128" if dtype.kind is Kind.COMPLEX else "float64"]
+        one, two = (convert(array[differs], dtype, target) for array in arrays)
+        nan = np.isnan(one), np.isnan(two)
+        both = ~(nan[0] | nan[1])
+        assert each.nans == int((nan[0] ^ nan[1]).sum())
+        with np.errstate(all="ignore"):
+            apart = np.abs(one[both] - two[both])
+        assert each.max_abs == (float(np.nan_to_num(apart, nan=0.0, posinf=np.inf).max()) if both.any() else None)
+
+
+@given(sizes=st.lists(st.integers(1, 9), max_size=4), most=st.integers(1, 50))
+def test_parts_of_a_box_are_small_enough_and_cover_it_once(sizes: list[int], most: int) -> None:
+    box = Box((3,) * len(sizes), tuple(sizes))
+    held = np.zeros([3 + size for size in sizes], np.int64)
+    for part in split(box, most):
+        assert part.numel <= most
+        held[tuple(slice(start, start + size) for start, size in zip(part.offsets, part.sizes, strict=True))] += 1
+    assert held.sum() == box.numel and held.max() == 1
+
+
+# --- formats, trouble, memory ------------------------------------------------------------------------
+
+
+def test_a_checkpoint_is_compared_with_the_safetensors_that_it_was_made_of(tmp_path: Path) -> None:
+    shards: list[dict[str, Array]] = [
+        {"a": np.arange(6.0).reshape(2, 3), "b": np.ones(4, np.float32)},
+        {"c": np.arange(5)},
+    ]
+    (tmp_path / "hf").mkdir()
+    write_shards(tmp_path / "hf", shards)
+    reader = save(tmp_path / "c", {name: array for shard in shards for name, array in shard.items()})
+    assert compare(HuggingFaceReader(tmp_path / "hf"), reader).is_equal
+
+
+def test_what_cannot_be_read_is_told_and_the_rest_is_compared(tmp_path: Path) -> None:
+    state = {"x": np.ones(3), "step": 1}
+    one, other = save(tmp_path / "a", state), save(tmp_path / "b", state | {"step": 2})
+    (data,) = (tmp_path / "b").glob("*.safetensors")
+    data.unlink()
+    found = compare(one, other)
+    assert [(each.key, each.kind) for each in found.differences] == [("step", "object"), ("x", "unreadable")]
+    assert data.name in found.differences[1].a
+    assert not found.is_sure
+
+
+def test_what_can_be_read_is_compared_though_it_was_to_be_read_together_with_what_cannot(tmp_path: Path) -> None:
+    for name, spoiled in (("a", False), ("b", True)):
+        run_ranks(save_cut, WORLD, tmp_path / name, 0, spoiled)
+    (tmp_path / "b" / "_rank1_.safetensors").unlink()
+    found = compare(
+        FileSystemReader(tmp_path / "a"), FileSystemReader(tmp_path / "b"), wanted=lambda name: name in "wb"
+    )
+    assert [(each.key, each.kind) for each in found.differences] == [("w", "unreadable")]
+    assert found.nbytes == 5 * 8
+
+
+def test_nans_of_other_bits_differ_and_are_nan_on_both_sides(tmp_path: Path) -> None:
+    bits = np.array([0x7FF8000000000000, 0x7FF8000000000001], np.uint64)
+    (found,) = differences({"x": bits[:1].view(np.float64)}, {"x": bits[1:].view(np.float64)}, tmp_path).values()
+    assert (found.elements, found.nans, found.max_abs) == (1, 0, None)
+
+
+def test_pickled_objects_are_compared_by_their_bytes_and_never_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = differences({"x": [Odd(1)], "y": [Odd(1)]}, {"x": [Odd(1)], "y": [Odd(2)]}, tmp_path)
+    assert {key: (each.kind, each.a) for key, each in found.items()} == {"y": ("object", "pickled: posix.system")}
+    assert not list(tmp_path.glob("it-ran*"))
+
+
+def test_without_values_nothing_but_descriptions_is_read(tmp_path: Path) -> None:
+    one, other = save(tmp_path / "a", {"x": np.ones(3), "n": 1}), save(tmp_path / "b", {"x": np.zeros(3), "n": 2})
+    for data in [*(tmp_path / "a").glob("_rank*"), *(tmp_path / "b").glob("_rank*")]:
+        data.unlink()
+    found = compare(one, other, values=False)
+    assert (found.is_equal, found.nbytes, found.values_compared) == (True, 0, False)
+
+
+def test_only_wanted_names_are_compared_and_progress_is_told(tmp_path: Path) -> None:
+    state = {"a": {"x": np.ones(3)}, "b": {"x": np.ones(5)}, "n": 1}
+    told: list[int] = []
+    one, other = save(tmp_path / "a", state), save(tmp_path / "b", {"b": {"x": np.ones(5)}})
+    found = compare(one, other, wanted=lambda name: name.startswith("b"), advance=told.append)
+    assert (found.is_equal, found.tensors, sum(told)) == (True, 1, 40)
+
+
+def test_memory_stays_small_however_large_a_tensor_is(tmp_path: Path) -> None:
+    need_peak_counter()
+    state = {"x": np.zeros((48, 1 << 20), np.uint8)}
+    one, other = save(tmp_path / "a", state), save(tmp_path / "b", state)
+    assert peak_rise(lambda: compare(one, other)) < 72
