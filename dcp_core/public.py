@@ -35,6 +35,7 @@ from dcp_core.errors import (
 from dcp_core.execution.filesystem import FileSystemReader, FileSystemWriter
 from dcp_core.execution.huggingface import HuggingFaceReader, Joined, Narrowed, Selected, Stacked
 from dcp_core.execution.interfaces import StorageReader, StorageWriter
+from dcp_core.manager.survey import FoundCheckpoint, RootSurvey, SkippedCheckpoint
 from dcp_core.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -70,6 +71,7 @@ __all__ = [
     "FileSystemReader",
     "FileSystemWriter",
     "FormatError",
+    "FoundCheckpoint",
     "HuggingFaceReader",
     "InDoubtError",
     "IncompleteError",
@@ -89,11 +91,13 @@ __all__ = [
     "RankFailedError",
     "ReadItem",
     "ReplicasDifferError",
+    "RootSurvey",
     "SaveCancelledError",
     "SavePlan",
     "SavePlanner",
     "Selected",
     "ShapeMismatchError",
+    "SkippedCheckpoint",
     "Stacked",
     "StandardLoadPlanner",
     "StandardSavePlanner",

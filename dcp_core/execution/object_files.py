@@ -46,6 +46,18 @@ class ObjectFiles:
         check_value(value, int(index.digests[ordinal]), f"{stored.name} in {facts.name}")
         return value
 
+    def check(self, row: int) -> None:
+        """Read all objects of a file and compare them with their digests.
+
+        Raises:
+            IncompleteError: The file is missing or of another size.
+            CorruptError: The file or an object contradicts its digest.
+        """
+        facts, index = self._open(row)
+        for ordinal in range(len(index)):
+            value = self._storage.read(facts.name, int(index.offsets[ordinal]), int(index.nbytes[ordinal]))
+            check_value(value, int(index.digests[ordinal]), f"object {ordinal} in {facts.name}")
+
     def _open(self, row: int) -> tuple[FileFacts, BytesIndex]:
         facts = file_facts(self._files, self._save, row)
         check_size(self._storage, facts)
