@@ -94,7 +94,6 @@ class CheckpointManager:
             partial(api.async_save, adapter=self._adapter),
             partial(api.load, adapter=self._adapter),
         )
-        self._pending: AsyncSaveResponse | None = None
 
     def should_save(self, step: int) -> bool:
         """Whether a step is a multiple of `every`; step 0 is not."""
@@ -155,8 +154,7 @@ class CheckpointManager:
 
         if callback is not None and not callable(callback):
             raise ArgumentError(f"callback must be a function without arguments, found {callback!r}")
-        self._pending = self._calls.async_save(state_dict, callback=committed, **self._arguments(name, options))
-        return self._pending
+        return self._calls.async_save(state_dict, callback=committed, **self._arguments(name, options))
 
     def resume(self, state_dict: Mapping[Any, Any], *, verify: bool = False, **options: Any) -> int | None:
         """Load the newest checkpoint that is whole into a state.
@@ -206,14 +204,12 @@ class CheckpointManager:
         ).path  # fmt: skip
 
     def wait(self) -> None:
-        """Wait for the save that is in flight.
+        """Wait for the save of this process that is in flight.
 
         Raises:
-            DcpError: It failed, and this manager has not said so yet.
+            DcpError: It failed, and nobody has seen that yet.
         """
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            pending.get_result()
+        api.wait_all()
 
     def close(self) -> None:
         """Wait for the save that is in flight; the same as `wait`."""

@@ -9,10 +9,10 @@ from __future__ import annotations
 import secrets
 
 from dcp_core.errors import StorageError
-from dcp_core.file_names import METADATA_NAME, parse_rank_metadata_name
+from dcp_core.file_names import INTENT_PREFIX, METADATA_NAME, parse_rank_metadata_name
 from dcp_core.storage.base import Storage
 from dcp_core.storage.commit import begin, remove_rank_checkpoints, remove_replaced
-from dcp_core.storage.intent import Opening, parse_intent_name, retire_intent
+from dcp_core.storage.intent import Opening, leave_intent, parse_intent_name, retire_intent
 from dcp_core.storage.leftovers import FilesOf, named_files
 
 
@@ -29,16 +29,17 @@ def remove_checkpoint(storage: Storage, *, files_of: FilesOf, durable: bool = Tr
     """
     opening = begin(storage, secrets.token_hex(16), rank=None, files_of=files_of)
     try:
-        _refuse_others(storage, opening)
-        named = named_files(storage, METADATA_NAME, files_of)
-        if named is None:
-            raise StorageError(f"{METADATA_NAME!r} in {storage.describe()} cannot be read, so the checkpoint stays")
+        named = _removable(storage, opening, files_of)
         remove_rank_checkpoints(storage, files_of)  # while the description of the whole job hides them
         storage.remove(METADATA_NAME)
-        if durable:
-            storage.sync()
-        remove_replaced(storage, named)
-    finally:
+    except BaseException:
+        retire_intent(storage, opening.save_id, opening.rank)
+        raise
+    leave_intent(opening.save_id)  # from here on a later look finishes what this one does not
+    if durable:
+        storage.sync()
+    remove_replaced(storage, named)
+    if not any(map(storage.exists, named)):
         retire_intent(storage, opening.save_id, opening.rank)
 
 
@@ -50,19 +51,23 @@ def clear_dead_save(storage: Storage, *, files_of: FilesOf) -> bool:
         files_of: Tells which data files a metadata file names.
 
     Returns:
-        Whether there was something that announced itself; nothing is touched where nothing did.
+        Whether the directory may be empty now. Nothing is touched where no save announced itself.
     """
     names = storage.list()
     has_checkpoint = METADATA_NAME in names or any(parse_rank_metadata_name(name) is not None for name in names)
-    if has_checkpoint or not any(parse_intent_name(name) for name in names):
-        return False
+    if has_checkpoint or not any(name.startswith(INTENT_PREFIX) for name in names):
+        return not names
     opening = begin(storage, secrets.token_hex(16), rank=None, files_of=files_of)  # cleans up after dead saves
     retire_intent(storage, opening.save_id, opening.rank)
     return True
 
 
-def _refuse_others(storage: Storage, opening: Opening) -> None:
-    """Stop where another save lives; dead ones are gone by now."""
+def _removable(storage: Storage, opening: Opening, files_of: FilesOf) -> frozenset[str]:
+    """The data files of a checkpoint that may go; dead saves have been cleaned up after by now."""
     others = [name for name in storage.list() if parse_intent_name(name) and name != opening.intent_name]
     if others:
         raise StorageError(f"a save into {storage.describe()} is under way ({others[0]}), so the checkpoint stays")
+    named = named_files(storage, METADATA_NAME, files_of)
+    if named is None:
+        raise StorageError(f"{METADATA_NAME!r} in {storage.describe()} cannot be read, so the checkpoint stays")
+    return named
