@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 from dcp_core import api
 from dcp_core.adapter import Adapter
@@ -25,6 +25,8 @@ from dcp_core.manager.retention import Retention, after_commit
 from dcp_core.manager.survey import step_of
 from dcp_core.metadata import Metadata
 from dcp_core.storage.base import Storage
+
+_Manager = TypeVar("_Manager", bound="CheckpointManager")
 
 _PREFIX = "step_"
 _OURS = re.compile(rf"{_PREFIX}[0-9]{{1,18}}")
@@ -215,7 +217,7 @@ class CheckpointManager:
         """Wait for the save that is in flight; the same as `wait`."""
         self.wait()
 
-    def __enter__(self) -> CheckpointManager:
+    def __enter__(self: _Manager) -> _Manager:
         return self
 
     def __exit__(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -32,7 +33,7 @@ def put(root: Path, name: str, *, seconds: float | None = None) -> Path:
     return root / name
 
 
-def newest(root: Path, **how: bool) -> str | None:
+def newest(root: Path, **how: Any) -> str | None:
     found = latest_checkpoint(root, **how)
     return None if found is None else os.path.relpath(found, root)
 
