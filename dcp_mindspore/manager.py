@@ -76,7 +76,8 @@ class CheckpointManager(manager.CheckpointManager):
 
     A save of step 100 goes to ``step_100``. Once it is committed, the link ``latest`` leads to it, and only then older
     checkpoints go. Rank 0 does both; what it cannot do is a warning. It removes nothing but the files of complete
-    checkpoints in directories of such names, what killed saves and removals left there, and such directories when empty.
+    checkpoints in directories of such names, what killed saves and removals left there, and such directories where
+    nothing is left in them.
 
     As a context manager it waits at the end for the save that is in flight.
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from dcp_core.errors import ArgumentError, DcpError, FormatError
 from dcp_core.execution.present_metadata import open_present
@@ -64,11 +65,10 @@ def after_commit(
         is_ours: Tells which names may be removed.
         durable: Whether to wait for the disk at every step.
     """
-    _quietly(f"let {LATEST_NAME!r} lead to {committed!r}", lambda: _point(root, committed, durable=durable))
+    _quietly(f"let {LATEST_NAME!r} lead to {committed!r}", partial(_point, root, committed, durable=durable))
     if retention.keep is not None:
-        _quietly(
-            "remove old checkpoints", lambda: _remove_old(root, committed, retention, is_ours, durable=durable)
-        )  # fmt: skip
+        remove_old = partial(_remove_old, root, committed, retention, is_ours, durable=durable)
+        _quietly("remove old checkpoints", remove_old)
 
 
 def _quietly(what: str, action: Callable[[], None]) -> None:
@@ -99,7 +99,7 @@ def _remove_old(
         else:
             old.append(found)
     for found in reversed(old):
-        _quietly(f"remove {found.name!r}", lambda name=found.name: _remove(root, name, durable=durable))  # type: ignore[misc]  # mypy has no types for defaults of lambdas
+        _quietly(f"remove {found.name!r}", partial(_remove, root, found.name, durable=durable))
 
 
 def _is_whole(root: Storage, name: str) -> bool:
