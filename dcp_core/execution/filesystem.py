@@ -108,7 +108,7 @@ def storage_of(checkpoint_id: CheckpointId, open_url: OpenUrl | None = None) -> 
     Raises:
         ArgumentError: It names nothing that is known.
     """
-    return _Directory(checkpoint_id, None, open_url).storage
+    return FileSystemReader(checkpoint_id, open_url=open_url)._directory.storage
 
 
 def file_columns(results: Sequence[WriteResult]) -> FileColumns:

@@ -113,7 +113,7 @@ def _is_whole(root: Storage, name: str) -> bool:
 
 
 def _remove(root: Storage, name: str, *, durable: bool) -> None:
-    storage = root.inner(name)
+    storage = root.folder(name)
     if not storage.exists(METADATA_NAME):
         _clear(root, name)
         return
@@ -125,7 +125,7 @@ def _remove(root: Storage, name: str, *, durable: bool) -> None:
 
 
 def _clear(root: Storage, name: str) -> None:
-    if clear_dead_save(root.inner(name), files_of=file_names):
+    if clear_dead_save(root.folder(name), files_of=file_names):
         _remove_directory(root, name)
 
 

@@ -157,7 +157,7 @@ def _by_step(found: FoundCheckpoint) -> tuple[int, float, str]:
 
 def _look(root: Storage, name: str) -> FoundCheckpoint | None:
     """What a directory may be: None for one that has nothing to do with checkpoints."""
-    storage, step = root.inner(name), step_of(name)
+    storage, step = root.folder(name), step_of(name)
     committed = storage.modified_seconds(METADATA_NAME)
     if committed is None:
         try:
@@ -181,7 +181,7 @@ def check_candidate(root: Storage, name: str, *, verify: bool = False) -> None:
     Raises:
         FormatError: It does not; the text says why.
     """
-    storage = root.inner(name)
+    storage = root.folder(name)
     for description in _descriptions(storage):
         check_complete(storage, description, verify=verify)
 

@@ -292,7 +292,7 @@ class Storage(ABC):
         """
         raise StorageError(f"{self.describe()}: this storage has no directories that can be listed")
 
-    def inner(self, name: str) -> Storage:
+    def folder(self, name: str) -> Storage:
         """Return the storage of a directory in this one, which need not exist. Follows no link.
 
         Raises:

@@ -141,7 +141,7 @@ class LocalStorage(Storage):
                 found.append(name)
         return found
 
-    def inner(self, name: str) -> Storage:
+    def folder(self, name: str) -> Storage:
         """Return the storage of a directory in this one, which need not exist; a link is refused."""
         path = self._path_of(name)
         made = LocalStorage(path, self._operations)

@@ -192,7 +192,7 @@ def test_no_link_is_followed_out_of_the_directory(tmp_path: Path) -> None:
     (root / "step_8").symlink_to("nowhere")
     assert survey_checkpoints(root).path == str(root / "step_1")
     with pytest.raises(StorageError, match="link"):
-        LocalStorage(root).inner("step_9")
+        LocalStorage(root).folder("step_9")
 
 
 def test_what_ranks_saved_alone_counts_when_all_of_them_did(tmp_path: Path) -> None:
@@ -268,7 +268,7 @@ class _Plain(LocalStorage):
     """A storage that has what every storage has: a link is a small file, and nothing is known of directories."""
 
     list_directories = Storage.list_directories
-    inner = Storage.inner
+    folder = Storage.folder
     remove_empty_directory = Storage.remove_empty_directory
     point = Storage.point
     target_of = Storage.target_of
@@ -287,7 +287,7 @@ def test_a_storage_without_links_keeps_a_small_file(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="no directories"):
         storage.list_directories()
     with pytest.raises(StorageError, match="no directories"):
-        storage.inner("step_1")
+        storage.folder("step_1")
 
 
 def test_only_an_empty_directory_is_removed(tmp_path: Path) -> None:
