@@ -22,6 +22,8 @@ from dcp_core.planning.planners import PlannerContext
 from dcp_core.planning.standard_save import StandardSavePlanner
 from dcp_core.recipes.job import Descriptions, ObjectEncoding
 from dcp_core.state_path import PerRank
+from dcp_core.testing.device_ranks import DeviceRankAdapter, ShardedDeviceArray
+from dcp_core.testing.devices import SimulatedDevice
 from dcp_core.testing.numpy_ranks import NumpyRankAdapter, ShardedArray, even_boxes
 from dcp_core.testing.ranks import RankContext, run_ranks
 from tests.core.async_jobs import MODES, async_outcome
@@ -301,3 +303,27 @@ def test_a_rank_that_cannot_give_its_bits_fails_the_save_on_all(directory: Path,
     for found in run_ranks(_rank_fails, 2, directory, mode):
         assert all("rank 1" in each.message and "no bits today" in each.message for each in found)
     assert checkpoint_names(directory)
+
+
+# -- devices ----------------------------------------------------------------------------------------------------------
+
+
+def _on_devices(context: RankContext, directory: Path, has_streams: bool) -> list[Outcome]:
+    """A tensor of many copies' length on a device of each rank; then with the last bit flipped on rank 1."""
+    seat, found = Seat.of(context), []
+    with SimulatedDevice(has_streams=has_streams) as device:
+        for flipped in (None, 1):
+            whole = np.arange(3_000_000, dtype=np.float32)
+            if seat.rank == flipped:
+                flip(whole, -1)
+            tensor = ShardedDeviceArray.cut(device, whole, [Box.whole(whole.shape)])
+            for mode in ("save", "mailbox"):
+                found.append(outcome(seat, {"t": tensor}, directory, mode, adapter=DeviceRankAdapter()))
+    return found
+
+
+@pytest.mark.parametrize("has_streams", [True, False])
+def test_tensors_on_devices_are_compared_to_the_last_bit(directory: Path, has_streams: bool) -> None:
+    for good, good_async, bad, bad_async in run_ranks(_on_devices, 2, directory, has_streams):
+        assert (good.kind, good_async.kind) == ("", "")
+        assert bad.kind == bad_async.kind == ReplicasDifferError.__name__
