@@ -68,6 +68,7 @@ def save(
     process_group: Any = None,
     timeout_seconds: float = DEADLINE_SECONDS,
     durable: bool = True,
+    check_replicas: bool = False,
     adapter: Adapter | None = None,
     rules: StateRules | None = None,
 ) -> Metadata:
@@ -85,6 +86,8 @@ def save(
         process_group: The ranks that call; the job's by default.
         timeout_seconds: How long to wait for the slowest rank, in each exchange.
         durable: Whether data reaches the disk before this returns.
+        check_replicas: Compare first what ranks hold of what counts as copies, and save only if it is equal bit for
+            bit.
         adapter: Which framework's process group to use; plain numpy, a group of one, by default.
         rules: What is known of the state beyond its values; nothing by default.
 
@@ -98,7 +101,7 @@ def save(
     with stage("save"):
         order = _SaveOrder.checked(
             adapter, process_group, checkpoint_id, storage_writer, planner, no_dist, use_collectives,
-            timeout_seconds, durable, rules,
+            timeout_seconds, durable, check_replicas, rules,
         )  # fmt: skip
         failed = order.failed or take_turn()
         recipe = SaveRecipe(order.job, order.writer, order.planner, order.options)
@@ -122,6 +125,7 @@ def async_save(
     timeout_seconds: float = DEADLINE_SECONDS,
     durable: bool = True,
     on_pending: OnPending = "wait",
+    check_replicas: bool = False,
     adapter: Adapter | None = None,
     rules: StateRules | None = None,
 ) -> AsyncSaveResponse:
@@ -146,6 +150,8 @@ def async_save(
         timeout_seconds: How long to wait for the slowest rank, in each exchange.
         durable: Whether data reaches the disk before the save is complete.
         on_pending: What to do while an earlier save is in flight on any rank: "wait" for it, or "raise".
+        check_replicas: Compare first what ranks hold of what counts as copies, and save only if it is equal bit for
+            bit. Each rank stages all that it holds then; a difference reaches `persist_completion`.
         adapter: Which framework's process group to use; plain numpy, a group of one, by default.
         rules: What is known of the state beyond its values; nothing by default.
 
@@ -159,7 +165,7 @@ def async_save(
     with stage("async_save"):
         order = _SaveOrder.checked(
             adapter, process_group, checkpoint_id, storage_writer, planner, no_dist, use_collectives,
-            timeout_seconds, durable, rules,
+            timeout_seconds, durable, check_replicas, rules,
         )  # fmt: skip
         failed, how = order.failed, AsyncOptions()
         try:
@@ -285,6 +291,7 @@ class _SaveOrder:
         use_collectives: bool,
         timeout_seconds: float,
         durable: bool,
+        check_replicas: bool,
         rules: StateRules | None,
     ) -> _SaveOrder:
         """Check what both kinds of save take."""
@@ -294,12 +301,17 @@ class _SaveOrder:
             chosen = _checked(planner, SavePlanner, "planner") or StandardSavePlanner()
             _check_place(checkpoint_id, storage_writer)
             _check_common(timeout_seconds)
-            _check_flags(no_dist=no_dist, use_collectives=use_collectives, durable=durable)
+            _check_flags(
+                no_dist=no_dist, use_collectives=use_collectives, durable=durable, check_replicas=check_replicas
+            )
+            _check_comparable(check_replicas, alone=no_dist or not use_collectives)
         except ArgumentError as error:
             failed = failed or error
             writer, chosen, timeout_seconds = FileSystemWriter(), StandardSavePlanner(), _usable(timeout_seconds)
-            durable = True
-        options = SaveOptions(checkpoint_id, float(timeout_seconds), bool(durable), f"hyper-dcp {__version__}")
+            durable, check_replicas = True, False
+        options = SaveOptions(
+            checkpoint_id, float(timeout_seconds), bool(durable), f"hyper-dcp {__version__}", bool(check_replicas)
+        )
         return cls(job, writer, chosen, options, failed)
 
 
@@ -379,6 +391,13 @@ def _check_flags(**flags: object) -> None:
     for name, value in flags.items():
         if not isinstance(value, (bool, np.bool_)):
             raise ArgumentError(f"{name} must be True or False, found {value!r}")
+
+
+def _check_comparable(check_replicas: bool, *, alone: bool) -> None:
+    if check_replicas and alone:
+        raise ArgumentError(
+            "check_replicas=True compares ranks, which no_dist=True and use_collectives=False keep apart; leave one out"
+        )
 
 
 def _check_async(use_gloo: object, callback: object, on_pending: object) -> None:

@@ -9,6 +9,7 @@ Every error that DCP raises is a `DcpError`, picklable, and the same on every ra
     │   ├── ShapeMismatchError              global shapes disagree
     │   ├── DTypeMismatchError (TypeError)  dtypes disagree
     │   ├── MissingKeysError (KeyError)     wanted keys that the checkpoint lacks
+    │   ├── ReplicasDifferError             copies of one thing whose bits differ
     │   └── UnsupportedValueError (TypeError)
     ├── FormatError (ValueError)            what lies in storage is not what it should be
     │   ├── NotFoundError (FileNotFoundError)
@@ -99,6 +100,10 @@ class DTypeMismatchError(PlanningError, TypeError):
 
 class MissingKeysError(PlanningError, KeyError):
     """The checkpoint lacks keys that were asked for."""
+
+
+class ReplicasDifferError(PlanningError):
+    """Ranks hold different bits of what a save takes for copies (`check_replicas=True`)."""
 
 
 class UnsupportedValueError(PlanningError, TypeError):

@@ -25,6 +25,7 @@ from dcp_core.errors import (
     OverlapError,
     PlanningError,
     RankFailedError,
+    ReplicasDifferError,
     SaveCancelledError,
     ShapeMismatchError,
     StorageError,
@@ -35,6 +36,7 @@ from dcp_core.execution.filesystem import FileSystemReader, FileSystemWriter
 from dcp_core.execution.huggingface import HuggingFaceReader, Joined, Narrowed, Selected, Stacked
 from dcp_core.execution.interfaces import StorageReader, StorageWriter
 from dcp_core.inspection.report import VerifyReport
+from dcp_core.manager.survey import FoundCheckpoint, RootSurvey, SkippedCheckpoint
 from dcp_core.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -70,6 +72,7 @@ __all__ = [
     "FileSystemReader",
     "FileSystemWriter",
     "FormatError",
+    "FoundCheckpoint",
     "HuggingFaceReader",
     "InDoubtError",
     "IncompleteError",
@@ -88,11 +91,14 @@ __all__ = [
     "PlanningError",
     "RankFailedError",
     "ReadItem",
+    "ReplicasDifferError",
+    "RootSurvey",
     "SaveCancelledError",
     "SavePlan",
     "SavePlanner",
     "Selected",
     "ShapeMismatchError",
+    "SkippedCheckpoint",
     "Stacked",
     "StandardLoadPlanner",
     "StandardSavePlanner",

@@ -27,6 +27,7 @@ def save(
     process_group: Any = None,
     timeout_seconds: float = api.DEADLINE_SECONDS,
     durable: bool = True,
+    check_replicas: bool = False,
     layouts: Any = None,
 ) -> Metadata:
     """Save a state; every rank of the group calls, with its own shards.
@@ -43,6 +44,8 @@ def save(
             `use_store`, else the world of `mindspore.communication`, else this process alone.
         timeout_seconds: How long to wait for the slowest rank, in each exchange.
         durable: Whether data reaches the disk before this returns.
+        check_replicas: Compare first what ranks hold of what counts as copies, and save only if it is equal bit for
+            bit.
         layouts: How tensors are cut that do not say so themselves, by name: `Layout` objects or their dicts, entries
             of `parameter_layout_dict`, or what `get_strategy_metadata` returns.
 
@@ -56,7 +59,7 @@ def save(
     return api.save(
         state_dict, checkpoint_id=checkpoint_id, storage_writer=storage_writer, planner=planner, no_dist=no_dist,
         use_collectives=use_collectives, process_group=process_group, timeout_seconds=timeout_seconds,
-        durable=durable,
+        durable=durable, check_replicas=check_replicas,
         adapter=adapter_named("mindspore"), rules=_rules(process_group, layouts),
     )  # fmt: skip
 
@@ -75,6 +78,7 @@ def async_save(
     timeout_seconds: float = api.DEADLINE_SECONDS,
     durable: bool = True,
     on_pending: OnPending = "wait",
+    check_replicas: bool = False,
     layouts: Any = None,
 ) -> AsyncSaveResponse:
     """Save a state in the background: returns once it is in host memory, and may be changed again.
@@ -100,6 +104,8 @@ def async_save(
         timeout_seconds: How long to wait for the slowest rank, in each exchange.
         durable: Whether data reaches the disk before the save is complete.
         on_pending: What to do while an earlier save is in flight on any rank: "wait" for it, or "raise".
+        check_replicas: Compare first what ranks hold of what counts as copies, and save only if it is equal bit for
+            bit. Each rank stages all that it holds then; a difference reaches `persist_completion`.
         layouts: How tensors are cut that do not say so themselves, by name: `Layout` objects or their dicts, entries
             of `parameter_layout_dict`, or what `get_strategy_metadata` returns.
 
@@ -113,7 +119,7 @@ def async_save(
     return api.async_save(
         state_dict, checkpoint_id=checkpoint_id, storage_writer=storage_writer, planner=planner, no_dist=no_dist,
         use_collectives=use_collectives, use_gloo=use_gloo, callback=callback, process_group=process_group,
-        timeout_seconds=timeout_seconds, durable=durable, on_pending=on_pending,
+        timeout_seconds=timeout_seconds, durable=durable, on_pending=on_pending, check_replicas=check_replicas,
         adapter=adapter_named("mindspore"), rules=_rules(process_group, layouts),
     )  # fmt: skip
 

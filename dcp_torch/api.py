@@ -25,6 +25,7 @@ def save(
     process_group: Any = None,
     timeout_seconds: float = api.DEADLINE_SECONDS,
     durable: bool = True,
+    check_replicas: bool = False,
 ) -> Metadata:
     """Save a state; every rank of the group calls, with its own shards.
 
@@ -39,6 +40,8 @@ def save(
         process_group: The torch process group (or 1-d DeviceMesh) whose ranks call; the default group by default.
         timeout_seconds: How long to wait for the slowest rank, in each exchange.
         durable: Whether data reaches the disk before this returns.
+        check_replicas: Compare first what ranks hold of what counts as copies, and save only if it is equal bit for
+            bit.
 
     Returns:
         The checkpoint's description, read as far as it is asked; every rank's data is committed. Without
@@ -50,7 +53,7 @@ def save(
     return api.save(
         state_dict, checkpoint_id=checkpoint_id, storage_writer=storage_writer, planner=planner, no_dist=no_dist,
         use_collectives=use_collectives, process_group=process_group, timeout_seconds=timeout_seconds,
-        durable=durable, adapter=adapter_named("torch"),
+        durable=durable, check_replicas=check_replicas, adapter=adapter_named("torch"),
     )  # fmt: skip
 
 
@@ -68,6 +71,7 @@ def async_save(
     timeout_seconds: float = api.DEADLINE_SECONDS,
     durable: bool = True,
     on_pending: OnPending = "wait",
+    check_replicas: bool = False,
 ) -> AsyncSaveResponse:
     """Save a state in the background: returns once it is in host memory, and may be changed again.
 
@@ -91,6 +95,8 @@ def async_save(
         timeout_seconds: How long to wait for the slowest rank, in each exchange.
         durable: Whether data reaches the disk before the save is complete.
         on_pending: What to do while an earlier save is in flight on any rank: "wait" for it, or "raise".
+        check_replicas: Compare first what ranks hold of what counts as copies, and save only if it is equal bit for
+            bit. Each rank stages all that it holds then; a difference reaches `persist_completion`.
 
     Returns:
         The save that goes on.
@@ -102,7 +108,8 @@ def async_save(
     return api.async_save(
         state_dict, checkpoint_id=checkpoint_id, storage_writer=storage_writer, planner=planner, no_dist=no_dist,
         use_collectives=use_collectives, use_gloo=use_gloo, callback=callback, process_group=process_group,
-        timeout_seconds=timeout_seconds, durable=durable, on_pending=on_pending, adapter=adapter_named("torch"),
+        timeout_seconds=timeout_seconds, durable=durable, on_pending=on_pending, check_replicas=check_replicas,
+        adapter=adapter_named("torch"),
     )  # fmt: skip
 
 

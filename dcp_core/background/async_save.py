@@ -20,7 +20,7 @@ from dcp_core.background.data_copier import StagingEncoding
 from dcp_core.background.peers import mailbox_folder
 from dcp_core.background.response import AsyncSaveResponse, SaveFuture
 from dcp_core.background.service import BackgroundService, InFlight, OnPending, service
-from dcp_core.background.staging import everything_held, stage
+from dcp_core.background.staging import stage
 from dcp_core.background.task import PersistResult, PersistTask, PlannedPart, Seat
 from dcp_core.background.writer_spec import WriterSpec
 from dcp_core.coordination.verdict import safe_cause
@@ -30,6 +30,7 @@ from dcp_core.formats.metadata_file import EncodedBody
 from dcp_core.planning.cache import CachedPlan
 from dcp_core.planning.local_table import encode_table
 from dcp_core.planning.planners import SavePlanner
+from dcp_core.planning.plans import everything_held
 from dcp_core.planning.standard_save import StandardSavePlanner
 from dcp_core.planning.write_list import encode_write_list
 from dcp_core.recipes.job import Job, attempt, logger
@@ -236,7 +237,8 @@ class AsyncSaveRecipe:
     def _stage_own(self, known: CachedPlan[EncodedBody]) -> PersistTask:
         front = self._front
         final = self.planner.finalize_plan(front.in_planner_terms(known.writes)).laid_out()
-        staged = stage(final, final.writes, self.planner, self._service.arena, rank=self._seat.rank)
+        whole = front.held() if self._seat.compares else final
+        staged = stage(whole, whole.writes, self.planner, self._service.arena, rank=self._seat.rank)
         table = front.encoded if final.table is front.table else encode_table(final.table)
         part = PlannedPart(known.plan_digest, encode_write_list(final.writes), known.body, known.file_nbytes)
         return PersistTask(

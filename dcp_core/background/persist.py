@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from dcp_core.adapter import AdapterSet
 from dcp_core.background.arena import Buffers
 from dcp_core.background.cancellation import Cancellation
 from dcp_core.background.mailbox import Mailbox
-from dcp_core.background.staged import StagedSource
+from dcp_core.background.staged import Staged, StagedSource
 from dcp_core.background.task import PersistResult, PersistTask, PlannedPart
 from dcp_core.coordination.exchange import Exchange, forget
 from dcp_core.errors import CoordinationError, decode_error
@@ -24,6 +25,7 @@ from dcp_core.planning.cache import CachedPlan
 from dcp_core.planning.local_table import LocalTable, decode_table
 from dcp_core.planning.plans import SavePlan
 from dcp_core.planning.standard_save import StandardSavePlanner
+from dcp_core.planning.write_list import WriteList
 from dcp_core.recipes.job import Descriptions, Job, logger
 from dcp_core.recipes.save_back import SaveBack
 from dcp_core.recipes.save_front import Decision, Ticket
@@ -115,7 +117,12 @@ def _carry_out(
         cancellation.close()
         handed_in()
 
-    return back.write_and_commit(current, lambda plan: _plan_of(table, plan), source, before_commit)
+    held = partial(_all_staged, table, staged)
+    return back.write_and_commit(current, lambda plan: _plan_of(table, plan), source, held, before_commit)
+
+
+def _all_staged(table: LocalTable, staged: Staged) -> SavePlan:
+    return SavePlan(table, WriteList(staged.leaf, staged.ordinal, staged.start, staged.sizes, staged.object_leaf))
 
 
 def _plan_of(table: LocalTable, plan: CachedPlan[EncodedBody]) -> SavePlan:

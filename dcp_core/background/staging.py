@@ -21,15 +21,14 @@ from dcp_core.errors import PlanningError, StorageError
 from dcp_core.execution.planner_answers import RegionBits, object_bytes
 from dcp_core.metadata import Int32, Int64
 from dcp_core.planning.leaves import DeviceBits
-from dcp_core.planning.local_table import LocalTable
 from dcp_core.planning.planners import SavePlanner
-from dcp_core.planning.plans import Narrowing, SavePlan
+from dcp_core.planning.plans import SavePlan
 from dcp_core.planning.standard_save import StandardSavePlanner
 from dcp_core.planning.write_items import WrittenRegions
 from dcp_core.planning.write_list import WriteList
 from dcp_core.planning.write_spans import AllSpans, WriteSpans
 
-__all__ = ["Staged", "StagedSource", "everything_held", "stage"]
+__all__ = ["Staged", "StagedSource", "stage"]
 
 BATCH_BYTES = 32 << 20
 """The planner is asked for about so many bytes at a time; a larger region is asked for alone."""
@@ -37,21 +36,6 @@ BATCH_BYTES = 32 << 20
 BATCH_REGIONS = 512
 
 _LARGE_BYTES = 256 << 20  # before a region of this size is asked for, all that came before it has been copied
-
-
-def everything_held(plan: SavePlan, table: LocalTable, narrowing: Narrowing | None) -> tuple[SavePlan, WriteList]:
-    """What to stage when it is not known yet what this rank will write: all that its local plan writes.
-
-    Args:
-        plan: The local plan.
-        table: The table that travels, as `SavePlan.held` gave it.
-        narrowing: As `SavePlan.held` gave it.
-
-    Returns:
-        For `stage`: the plan in terms of the planner's own table, and its rows in terms of the table that travels.
-    """
-    writes = SavePlan.of_everything(table).writes
-    return plan.with_writes(writes if narrowing is None else narrowing.translate(writes)), writes
 
 
 def stage(plan: SavePlan, writes: WriteList, planner: SavePlanner, arena: Arena, *, rank: int = 0) -> Staged:

@@ -77,7 +77,7 @@ class Seat:
         global_rank: In the job.
         use_collectives: False: this rank alone.
         framework: Name and version of the trainer's framework.
-        timeout_seconds, durable, library: As in `SaveOptions`.
+        timeout_seconds, durable, library, check_replicas: As in `SaveOptions`.
     """
 
     rank: int
@@ -88,6 +88,7 @@ class Seat:
     timeout_seconds: float
     durable: bool
     library: str
+    check_replicas: bool = False
 
     @classmethod
     def of(cls, job: Job, options: SaveOptions) -> Seat:
@@ -95,7 +96,7 @@ class Seat:
         group = job.group
         return cls(
             group.rank, group.world_size, group.global_rank, job.use_collectives, job.framework,
-            options.timeout_seconds, options.durable, options.library,
+            options.timeout_seconds, options.durable, options.library, options.check_replicas,
         )  # fmt: skip
 
     def to_plain(self) -> tuple[Any, ...]:
@@ -106,6 +107,11 @@ class Seat:
     def needs_channel(self) -> bool:
         """Whether ranks have to agree."""
         return self.use_collectives and self.world_size > 1
+
+    @property
+    def compares(self) -> bool:
+        """Whether ranks compare what they hold before they write: all of it is staged then."""
+        return self.check_replicas and self.needs_channel
 
     @property
     def is_coordinator(self) -> bool:
@@ -120,7 +126,10 @@ class Seat:
     @property
     def options(self) -> SaveOptions:
         """The options as the second half sees them."""
-        return SaveOptions(timeout_seconds=self.timeout_seconds, durable=self.durable, library=self.library)
+        return SaveOptions(
+            timeout_seconds=self.timeout_seconds, durable=self.durable, library=self.library,
+            check_replicas=self.check_replicas,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, eq=False)

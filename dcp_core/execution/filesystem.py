@@ -98,6 +98,19 @@ def local_path(checkpoint_id: CheckpointId) -> str:
     return decoded
 
 
+def storage_of(checkpoint_id: CheckpointId, open_url: OpenUrl | None = None) -> Storage:
+    """Open the directory that a path or a URL names; it need not exist.
+
+    Args:
+        checkpoint_id: A path or a URL.
+        open_url: Makes storages of URLs that name no file; without it they are refused.
+
+    Raises:
+        ArgumentError: It names nothing that is known.
+    """
+    return FileSystemReader(checkpoint_id, open_url=open_url)._directory.storage
+
+
 def file_columns(results: Sequence[WriteResult]) -> FileColumns:
     """The files block of `.metadata`: all ranks' data files, sorted by (rank, kind, part)."""
     records = sorted((f for result in results for f in result.files), key=lambda f: (f.rank, f.kind, f.part))

@@ -81,6 +81,11 @@ def verify(checkpoint_id: CheckpointId, *, quick: bool = False, progress: Progre
     return replace(report, place=os.fspath(checkpoint_id), seconds=time.perf_counter() - began)
 
 
+def verify_storage(storage: Storage, *, quick: bool = False) -> VerifyReport:
+    """Tell whether a checkpoint of this library is whole, as `verify` does, in a storage that is open."""
+    return replace(_Verification(storage, quick, None).run(), place=storage.describe())
+
+
 def _kind_of(path: CheckpointId) -> str:
     local_path(path)  # says so where it is no path at all
     try:

@@ -22,7 +22,7 @@ from dcp_core.planning.write_list import WriteList
 from dcp_core.planning.write_spans import AllSpans, ChunkSpan, WriteSpans
 from dcp_core.state_path import PathKey, decode_path, encode_path, spell_plain_names
 
-__all__ = ["ChunkSpan", "Narrowing", "SavePlan"]
+__all__ = ["ChunkSpan", "Narrowing", "SavePlan", "everything_held"]
 
 
 class SavePlan:
@@ -243,3 +243,18 @@ def _narrowed(table: LocalTable, writes: WriteList) -> tuple[LocalTable, Narrowi
     )  # fmt: skip
     first_row = np.cumsum(boxes, dtype=np.int64) - boxes
     return narrow, Narrowing(kept, writes.ordinal[order].astype(np.int64), writes.start[order], first_row)
+
+
+def everything_held(plan: SavePlan, table: LocalTable, narrowing: Narrowing | None) -> tuple[SavePlan, WriteList]:
+    """All that a local plan writes: what counts when it is not known yet what this rank will write.
+
+    Args:
+        plan: The local plan.
+        table: The table that travels, as `SavePlan.held` gave it.
+        narrowing: As `SavePlan.held` gave it.
+
+    Returns:
+        The plan in terms of the planner's own table, and its rows in terms of the table that travels.
+    """
+    writes = SavePlan.of_everything(table).writes
+    return plan.with_writes(writes if narrowing is None else narrowing.translate(writes)), writes

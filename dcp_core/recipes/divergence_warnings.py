@@ -10,18 +10,24 @@ from collections.abc import Sequence
 import numpy as np
 
 from dcp_core.planning.global_plan import GlobalPlan
-from dcp_core.planning.local_table import PICKLED
+from dcp_core.planning.local_table import PICKLED, TENSOR
 from dcp_core.recipes.job import logger
 
 _KEYS_SHOWN = 100
 _named_keys: set[str] = set()
 
 
-def warn_of_divergence(plan: GlobalPlan) -> None:
-    """Name the keys whose values differ between ranks, and those that need pickle; each key once in a process."""
+def warn_of_divergence(plan: GlobalPlan, *, tensors: bool = True) -> None:
+    """Name the keys whose values differ between ranks, and those that need pickle; each key once in a process.
+
+    Args:
+        plan: The global plan.
+        tensors: Whether tensors are named too; False where a save with tensors that differ ends with an error.
+    """
     held = plan.table.holdings
     by_ranks: dict[tuple[int, ...], list[str]] = {}
-    for entry in np.flatnonzero(plan.divergence.entry).tolist():
+    kept = plan.divergence.entry & ((plan.table.kind != TENSOR) | tensors)
+    for entry in np.flatnonzero(kept).tolist():
         ranks = tuple(held.rank[held.entry == entry].tolist())
         by_ranks.setdefault(ranks, []).append(plan.table.names[entry])
     for ranks, names in by_ranks.items():

@@ -91,4 +91,5 @@ class SaveRecipe:
             current,
             lambda plan: self.planner.finalize_plan(front.in_planner_terms(plan.writes)),
             self.planner,
+            front.held,
         )

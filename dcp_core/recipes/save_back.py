@@ -28,6 +28,7 @@ from dcp_core.planning.standard_save import ReceivedPlans, settle_plans
 from dcp_core.planning.write_list import decode_answer
 from dcp_core.recipes.divergence_warnings import warn_of_divergence
 from dcp_core.recipes.job import Job, attempt, logger
+from dcp_core.recipes.replica_check import FIRST_STAGE, ReplicaCheck
 from dcp_core.recipes.save_front import SaveOptions, Ticket
 from dcp_core.recipes.write_results import check_results, file_nbytes, log_slowest
 
@@ -105,14 +106,16 @@ class SaveBack:
         current: Callable[[], CachedPlan[EncodedBody]],
         final_plan: FinalPlan,
         source: WriteSource,
+        held: Callable[[], SavePlan],
         before_commit: Callable[[], None] = lambda: None,
     ) -> CachedPlan[EncodedBody]:
-        """Write this rank's files; exchange 3: results in, commit.
+        """Compare replicas, where that is wanted; write this rank's files; exchange 3: results in, commit.
 
         Args:
             current: Gives this rank's part of the global plan.
             final_plan: Makes the plan to write of it.
             source: Gives the bytes.
+            held: Gives all that this rank holds, in terms that `source` knows.
             before_commit: Called when this rank has written and the save may be committed from then on: on the
                 coordinator once all have written. What it raises fails the save on all ranks.
 
@@ -120,10 +123,19 @@ class SaveBack:
             What `current` gave.
         """
         plans: list[CachedPlan[EncodedBody]] = []
+        final: list[SavePlan] = []
+
+        def prepare() -> None:
+            plans.append(current())
+            final.append(final_plan(plans[0]))
+
+        if self._compares:
+            ReplicaCheck(self._exchange, self._job.group.rank, source).run(prepare, held)
 
         def write() -> bytes:
-            plans.append(current())
-            result = self._write(lambda: final_plan(plans[0]), source).to_bytes()
+            if not final:
+                prepare()
+            result = self._write(final[0], source).to_bytes()
             if not self._job.is_coordinator:
                 before_commit()
             return result
@@ -143,8 +155,14 @@ class SaveBack:
         return plans[0]
 
     def fail(self, error: BaseException) -> None:
-        """Hand an error into exchange 3, in the place of a result; raises what all ranks raise."""
-        self._exchange.run("save/commit", b"", error=error, commit=True)
+        """Hand an error into the next exchange, in the place of a result; raises what all ranks raise."""
+        name = FIRST_STAGE if self._compares else "save/commit"
+        self._exchange.run(name, b"", error=error, commit=not self._compares)
+
+    @property
+    def _compares(self) -> bool:
+        """Whether replicas are compared before this save writes."""
+        return self._options.check_replicas and self._job.world_size > 1
 
     @property
     def committed(self) -> Metadata | None:
@@ -168,7 +186,7 @@ class SaveBack:
             plan, answers = settle_plans(plans, received, check_coverage=job.use_collectives)
         nesting = _join_nesting({nesting for _, nesting in parts})
         self._global = plan, nesting
-        warn_of_divergence(plan)
+        warn_of_divergence(plan, tensors=not self._compares)
         nesting_digest = xxhash.xxh3_128_digest(encode_value(nesting.containers))
         return [pack(answer, nesting_digest) for answer in answers]
 
@@ -183,14 +201,13 @@ class SaveBack:
             self.in_doubt = False
             raise
 
-    def _write(self, final_plan: Callable[[], SavePlan], source: WriteSource) -> WriteResult:
+    def _write(self, plan: SavePlan, source: WriteSource) -> WriteResult:
         group, ticket = self._job.group, self._ticket
         context = WriteContext(
             group.rank, self._job.world_size, self._job.is_coordinator, ticket.save_id, ticket.suffix,
             self._job.use_collectives, self._options.durable,
         )  # fmt: skip
         self._writer.configure_writer(context)
-        plan = final_plan()
         with stage("execute_write"):
             return self._writer.execute_write(plan, source)
 

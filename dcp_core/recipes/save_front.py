@@ -29,7 +29,7 @@ from dcp_core.planning.divergence import agreement_number, coefficients, path_ke
 from dcp_core.planning.local_plan import compared_values
 from dcp_core.planning.local_table import RAGGED, EncodedTable, LocalTable, encode_table
 from dcp_core.planning.planners import SavePlanner, ValueCodec
-from dcp_core.planning.plans import Narrowing, SavePlan
+from dcp_core.planning.plans import Narrowing, SavePlan, everything_held
 from dcp_core.planning.standard_save import StandardSavePlanner
 from dcp_core.planning.write_list import WriteList
 from dcp_core.recipes.agreement import Agreement, Offer, argument_digests, check_arguments, common_plan
@@ -52,6 +52,7 @@ class SaveOptions:
         timeout_seconds: How long to wait for the slowest rank in each exchange.
         durable: Whether data reaches the disk before the save is complete.
         library: Name and version of this library, for the record.
+        check_replicas: Whether what counts as copies is compared before it is written.
         mode: How the save is carried out; the same on all ranks, as are the arguments beside it.
     """
 
@@ -59,6 +60,7 @@ class SaveOptions:
     timeout_seconds: float = 1800.0
     durable: bool = True
     library: str = "hyper-dcp"
+    check_replicas: bool = False
     mode: Mapping[str, object] = field(default_factory=lambda: {"call": "save"})
 
 
@@ -217,6 +219,7 @@ class SaveFront:
             "storage_writer": type(self._writer).__qualname__,
             "timeout_seconds": options.timeout_seconds,
             "durable": options.durable,
+            "check_replicas": options.check_replicas,
             **options.mode,
         }
 
@@ -263,6 +266,10 @@ class SaveFront:
         """The known plan that serves, as agreed; None if there is none."""
         digest = self.ticket.plan_digest
         return next(cached for cached in self._offered if cached.plan_digest == digest) if digest else None
+
+    def held(self) -> SavePlan:
+        """Give all that the local plan writes, in the planner's own terms: it gives the bits of each region."""
+        return everything_held(self.plan, self.table, self.narrowing)[0]
 
     def in_planner_terms(self, writes: WriteList) -> SavePlan:
         """The plan of this rank that writes a list; that is in the terms of `table`, the plan in the planner's own."""

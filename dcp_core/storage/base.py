@@ -31,6 +31,7 @@ _REMEDIES = {
     errno.EMFILE: "raise the limit of open files (ulimit -n)",
     errno.EFBIG: "the file system or a limit (ulimit -f) does not allow files of this size",
 }
+_LONGEST_TARGET = 1024
 _NOWHERE_TO_CREATE = "the directory is gone, or is not on a file system that all ranks share"
 
 
@@ -281,6 +282,58 @@ class Storage(ABC):
     def remove_directory(self, name: str) -> None:
         """Remove a directory and what it holds; a missing one is fine. Storages without directories do nothing."""
         check_name(name)
+
+    def list_directories(self) -> Names:
+        """List the directories in this one, sorted; links to directories are none.
+
+        Raises:
+            NotFoundError: If this directory does not exist.
+            StorageError: The storage cannot tell, as those that do not override this.
+        """
+        raise StorageError(f"{self.describe()}: this storage has no directories that can be listed")
+
+    def folder(self, name: str) -> Storage:
+        """Return the storage of a directory in this one, which need not exist. Follows no link.
+
+        Raises:
+            StorageError: There is a link of this name; or the storage has no directories.
+        """
+        raise StorageError(f"{self.describe()}: this storage has no directories in it, so there is no {name!r}")
+
+    def remove_empty_directory(self, name: str) -> bool:
+        """Remove a directory in this one if nothing is left in it.
+
+        Returns:
+            Whether it is gone. Storages without directories have nothing to remove.
+        """
+        check_name(name)
+        return True
+
+    def point(self, name: str, target: str) -> None:
+        """Let a name lead to a directory in this one, in one step; `sync` makes it durable.
+
+        A file system makes a link; the default is a small file that holds the target's name.
+
+        Args:
+            name: Has led to another directory before, or is free.
+            target: A directory in this one.
+
+        Raises:
+            StorageError: If something else has the name, which stays.
+        """
+        temporary = f".{name}.tmp"
+        self.remove(temporary)
+        self.write_file(temporary, check_name(target).encode())
+        self.publish(temporary, name)
+
+    def target_of(self, name: str) -> str | None:
+        """Return the directory in this one that `point` let a name lead to; None where it leads to none."""
+        if (self.size(name) or _LONGEST_TARGET) >= _LONGEST_TARGET:
+            return None
+        try:
+            return check_name(self.read(name).decode())
+        except (UnicodeDecodeError, ArgumentError):
+            return None
 
     def exists(self, name: str) -> bool:
         """Return whether there is a file of this name."""

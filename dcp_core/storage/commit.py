@@ -42,6 +42,8 @@ __all__ = [
     "begin",
     "commit",
     "heartbeat",
+    "remove_rank_checkpoints",
+    "remove_replaced",
 ]
 
 _LOG = logging.getLogger("dcp.storage")
@@ -236,9 +238,9 @@ def _settle(
     try:
         if durable:
             storage.sync()
-        _remove_replaced(storage, obsolete or ())
+        remove_replaced(storage, obsolete or ())
         if opening.rank is None:
-            _remove_rank_checkpoints(storage, files_of)
+            remove_rank_checkpoints(storage, files_of)
     except DcpError as error:
         _LOG.error("save %s is committed, but what it replaced stays: %s", opening.save_id, error)
     else:
@@ -247,7 +249,7 @@ def _settle(
     retire_intent(storage, opening.save_id, opening.rank)
 
 
-def _remove_replaced(storage: Storage, names: Iterable[str]) -> None:
+def remove_replaced(storage: Storage, names: Iterable[str]) -> None:
     """Remove what the replaced metadata named, unless it names what it cannot own."""
     for name in sorted(names):
         parsed = parse_data_file_name(name)
@@ -259,7 +261,7 @@ def _remove_replaced(storage: Storage, names: Iterable[str]) -> None:
             remove_quietly(storage, [name])
 
 
-def _remove_rank_checkpoints(storage: Storage, files_of: FilesOf) -> None:
+def remove_rank_checkpoints(storage: Storage, files_of: FilesOf) -> None:
     """Remove what ranks saved alone: the metadata of the whole job hides it."""
     names = [name for name in storage.list() if parse_rank_metadata_name(name) is not None]
     kept = named_files(storage, METADATA_NAME, files_of) if names else None
@@ -267,7 +269,7 @@ def _remove_rank_checkpoints(storage: Storage, files_of: FilesOf) -> None:
         named = named_files(storage, name, files_of)
         remove_quietly(storage, [name])
         if named is not None and kept is not None:
-            _remove_replaced(storage, named - kept)
+            remove_replaced(storage, named - kept)
 
 
 def _files_of_save(storage: Storage, opening: Opening) -> set[str]:

@@ -159,9 +159,15 @@ def retire_intent(storage: Storage, save_id: str, rank: int | None) -> None:
     """Remove the intent record of a save that is over; if the storage refuses, later saves of this process know."""
     try:
         storage.remove(intent_name(save_id, rank))
+        _ended.discard(save_id)
     except DcpError as error:
         _ended.add(save_id)
         _LOG.warning("%s", error)
+
+
+def leave_intent(save_id: str) -> None:
+    """Say that a save is over that could not clean up after itself: its record stays, for another save to do so."""
+    _ended.add(save_id)
 
 
 @contextmanager

@@ -132,6 +132,57 @@ class LocalStorage(Storage):
             else:
                 self._remove_tree(path)
 
+    def list_directories(self) -> Names:
+        """List the directories in this one, sorted; links are none."""
+        found = []
+        for name in self.list():
+            entry = self._stat("look up", name, follow_symlinks=False)
+            if entry is not None and stat.S_ISDIR(entry.st_mode):
+                found.append(name)
+        return found
+
+    def folder(self, name: str) -> Storage:
+        """Return the storage of a directory in this one, which need not exist; a link is refused."""
+        path = self._path_of(name)
+        made = LocalStorage(path, self._operations)
+        if made.path != path:
+            raise StorageError(f"{name!r} in {self.describe()} is a link, which is not followed")
+        return made
+
+    def remove_empty_directory(self, name: str) -> bool:
+        """Remove a directory in this one if nothing is left in it; says whether it is gone."""
+        path = self._path_of(name)
+        with self._translated("remove the directory", name):
+            try:
+                self._operations.rmdir(path)
+            except FileNotFoundError:
+                return True
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                    raise
+                return False
+        return True
+
+    def point(self, name: str, target: str) -> None:
+        """Let a name be a link to a directory in this one, in one step; what is no link stays."""
+        path, temporary = self._path_of(name), self._path_of(f".{name}.tmp")
+        found = self._stat("look up", name, follow_symlinks=False)
+        if found is not None and not stat.S_ISLNK(found.st_mode):
+            raise StorageError(f"{name!r} in {self.describe()} is there and is no link: it stays as it is")
+        with self._translated("make the link", name):
+            with suppress(FileNotFoundError):
+                self._operations.unlink(temporary)
+            self._operations.symlink(check_name(target), temporary)
+            self._operations.rename(temporary, path)
+
+    def target_of(self, name: str) -> str | None:
+        """Return the directory in this one that a name is a link to; None where it is none."""
+        try:
+            target = os.readlink(self._path_of(name))
+        except OSError:
+            return None
+        return target if os.path.basename(target) == target else None
+
     def touch(self, name: str) -> None:
         """Set a file's time to now."""
         with self._translated("touch", name):

@@ -103,6 +103,10 @@ class FileOperations:
         """Replace `target` by `source` in one step."""
         self.perform("rename", target, lambda: os.rename(source, target))
 
+    def symlink(self, target: str, path: str) -> None:
+        """Make a link to `target` that must not exist."""
+        self.perform("symlink", path, lambda: os.symlink(target, path))
+
     def unlink(self, path: str) -> None:
         """Remove a file or a link."""
         self.perform("unlink", path, lambda: os.unlink(path))

@@ -12,11 +12,11 @@ import numpy.typing as npt
 from dcp_core.adapter import AdapterSet
 from dcp_core.background.arena import Arena, Buffers
 from dcp_core.background.data_copier import StagingEncoding
-from dcp_core.background.staging import Staged, StagedSource, everything_held, stage
+from dcp_core.background.staging import Staged, StagedSource, stage
 from dcp_core.formats.objects import decode_value, encode_value
 from dcp_core.planning.local_table import LocalTable, decode_table, encode_table
 from dcp_core.planning.planners import PlannerContext, SavePlanner
-from dcp_core.planning.plans import SavePlan
+from dcp_core.planning.plans import SavePlan, everything_held
 from dcp_core.planning.standard_save import ReceivedPlans, StandardSavePlanner, settle_plans
 from dcp_core.planning.write_list import WriteList, decode_answer
 from dcp_core.recipes.job import Descriptions

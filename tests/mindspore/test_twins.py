@@ -49,6 +49,7 @@ TWINS: dict[str, tuple[str, ...] | str] = {
     "test_io_torch": ("test_jobs", "test_elements"),
     "test_jobs": ("test_jobs",),
     "test_laid_out": ("test_describers",),
+    "test_manager_torch": ("test_manager_mindspore",),
     "test_mixed_frameworks": ("test_with_torch",),
     "test_offline_transform": IN_CORE,
     "test_ragged": ("test_describers",),

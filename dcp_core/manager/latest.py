@@ -1,0 +1,152 @@
+"""The newest checkpoint of a directory, the same on all ranks: one rank looks, and tells the others.
+
+In: the directory. Out: a path for `load`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+from dcp_core.adapter import Adapter, AdapterSet
+from dcp_core.api import DEADLINE_SECONDS
+from dcp_core.arrays import NumpyAdapter
+from dcp_core.errors import ArgumentError
+from dcp_core.execution.filesystem import local_path, storage_of
+from dcp_core.execution.interfaces import CheckpointId
+from dcp_core.manager.survey import RootSurvey, survey, warn_of_skipped
+from dcp_core.plugins import open_storage
+from dcp_core.recipes.agreement import Agreement, argument_digests, check_arguments
+from dcp_core.recipes.job import Job, attempt
+from dcp_core.storage.base import Storage
+
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://")
+
+
+def latest_checkpoint(
+    root: CheckpointId,
+    *,
+    verify: bool = False,
+    no_dist: bool = False,
+    process_group: Any = None,
+    timeout_seconds: float = DEADLINE_SECONDS,
+    adapter: Adapter | None = None,
+) -> str | None:
+    """Find the newest complete checkpoint in a directory of checkpoints; every rank of the group calls.
+
+    The newest is the one whose name ends with the highest number (``step_100`` comes after ``step_20``). Directories
+    that hold no complete checkpoint are passed over, each with a warning that says why; `survey_checkpoints` gives the
+    reasons as values. Links are not followed.
+
+    Args:
+        root: The directory whose directories are checkpoints, as a path or URL.
+        verify: Whether to read all files and compare them with their checksums. Without, their sizes are compared.
+        no_dist: This process alone looks.
+        process_group: The ranks that call; the job's by default.
+        timeout_seconds: How long to wait for the slowest rank.
+        adapter: Which framework's process group to use; plain numpy, a group of one, by default.
+
+    Returns:
+        What `load` takes as `checkpoint_id`; None where there is no complete checkpoint. The same on all ranks.
+
+    Raises:
+        NewerVersionError: The newest one was written by a newer version of this library.
+        DcpError: The same on every rank.
+    """
+    return survey_checkpoints(
+        root, verify=verify, no_dist=no_dist, process_group=process_group, timeout_seconds=timeout_seconds,
+        adapter=adapter,
+    ).path  # fmt: skip
+
+
+def survey_checkpoints(
+    root: CheckpointId,
+    *,
+    verify: bool = False,
+    no_dist: bool = False,
+    process_group: Any = None,
+    timeout_seconds: float = DEADLINE_SECONDS,
+    adapter: Adapter | None = None,
+) -> RootSurvey:
+    """Find the newest complete checkpoint as `latest_checkpoint` does, and tell what was passed over.
+
+    Args:
+        root: The directory whose directories are checkpoints, as a path or URL.
+        verify: Whether to read all files and compare them with their checksums.
+        no_dist: This process alone looks.
+        process_group: The ranks that call.
+        timeout_seconds: How long to wait for the slowest rank.
+        adapter: Which framework's process group to use; plain numpy, a group of one, by default.
+
+    Returns:
+        The checkpoint, and the directories that came before it, with reasons. The same on all ranks.
+    """
+    chosen = NumpyAdapter() if adapter is None else adapter
+    return survey_on_ranks(
+        chosen, process_group, timeout_seconds, root, lambda: open_root(root), verify=verify, no_dist=no_dist
+    )  # fmt: skip
+
+
+def survey_on_ranks(
+    adapter: Adapter,
+    process_group: Any,
+    timeout_seconds: float,
+    root: CheckpointId,
+    open_storage_of_root: Callable[[], Storage],
+    *,
+    verify: bool = False,
+    no_dist: bool = False,
+    passed_over: Collection[str] = (),
+    is_wanted: Callable[[str], bool] = lambda name: True,
+) -> RootSurvey:
+    """Look on the coordinator, and tell all ranks. See `survey` and `survey_checkpoints`."""
+    group = adapter.process_group(process_group, with_channel=not no_dist)
+    job = Job(AdapterSet(()), group, (adapter.name, adapter.version), use_collectives=not no_dist)
+    arguments: dict[str, object] = {
+        "root": str(root), "verify": verify, "timeout_seconds": timeout_seconds, "passed_over": sorted(passed_over),
+    }  # fmt: skip
+
+    def look(payloads: Sequence[bytes]) -> bytes:
+        check_arguments([Agreement.from_bytes(payload) for payload in payloads], arguments)
+        found, skipped = survey(
+            open_storage_of_root(), verify=verify, passed_over=passed_over, is_wanted=is_wanted
+        )  # fmt: skip
+        warn_of_skipped(skipped)
+        path = None if found is None else place_of(root, found.name)
+        return RootSurvey(shown_root(root), found, path, skipped).to_bytes()
+
+    payload, error = attempt(lambda: _checked(root, verify, arguments))
+    answer = job.exchange(timeout_seconds).run("latest", payload or b"", error=error, compute=look, is_last=True)
+    return RootSurvey.from_bytes(answer)
+
+
+def open_root(root: CheckpointId) -> Storage:
+    """The storage of a directory of checkpoints."""
+    return storage_of(root, open_storage)
+
+
+def place_of(root: CheckpointId, name: str) -> str:
+    """What names a checkpoint in a directory of checkpoints: its path, or its URL."""
+    if _is_remote(root):
+        return f"{str(root).rstrip('/')}/{name}"
+    return os.path.join(shown_root(root), name)
+
+
+def shown_root(root: CheckpointId) -> str:
+    """A directory of checkpoints as its path, made absolute, or its URL."""
+    return str(root) if _is_remote(root) else os.path.abspath(local_path(root))
+
+
+def _is_remote(root: CheckpointId) -> bool:
+    match = _SCHEME.match(root) if isinstance(root, str) else None
+    return match is not None and match[1].lower() != "file"
+
+
+def _checked(root: CheckpointId, verify: bool, arguments: dict[str, object]) -> bytes:
+    if not isinstance(root, (str, os.PathLike)):
+        raise ArgumentError(f"root must be a path or a URL, found {type(root).__name__}")
+    if not isinstance(verify, bool):
+        raise ArgumentError(f"verify must be True or False, found {verify!r}")
+    return Agreement(argument_digests(arguments)).to_bytes()

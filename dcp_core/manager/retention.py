@@ -1,0 +1,134 @@
+"""What happens in a directory of checkpoints once a save is committed: the link moves, old checkpoints go.
+
+In: the storage of the directory, and which checkpoint was committed. Runs on one rank. Nothing here fails a training:
+what cannot be done is logged, and tried again after the next save.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from dcp_core.errors import ArgumentError, DcpError, FormatError
+from dcp_core.execution.present_metadata import open_present
+from dcp_core.file_names import METADATA_NAME
+from dcp_core.formats.metadata_file import file_names
+from dcp_core.manager.survey import FoundCheckpoint, candidates, check_candidate
+from dcp_core.storage.base import Storage
+from dcp_core.storage.removal import clear_dead_save, remove_checkpoint
+
+LATEST_NAME = "latest"
+"""Leads to the checkpoint that was committed last."""
+
+_LOG = logging.getLogger("dcp.manager")
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """Which checkpoints are kept.
+
+    Attributes:
+        keep: How many of the newest complete ones, at least 1; None: all.
+        keep_every: Those whose step is a multiple of this are kept besides, at least 1; None: none.
+    """
+
+    keep: int | None = None
+    keep_every: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("keep", "keep_every"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise ArgumentError(f"{name} must be a whole number, 1 or more, or None, found {value!r}")
+
+    def is_milestone(self, found: FoundCheckpoint) -> bool:
+        """Whether a checkpoint is kept for its step."""
+        return self.keep_every is not None and found.step is not None and found.step % self.keep_every == 0
+
+
+def after_commit(
+    root: Storage,
+    committed: str,
+    retention: Retention,
+    *,
+    is_ours: Callable[[str], bool],
+    durable: bool = True,
+) -> None:
+    """Move the link `latest`, and remove the checkpoints that are not kept. Raises none of our errors.
+
+    Args:
+        root: The directory of checkpoints.
+        committed: The one that was just committed; it stays.
+        retention: Which others stay.
+        is_ours: Tells which names may be removed.
+        durable: Whether to wait for the disk at every step.
+    """
+    _quietly(f"let {LATEST_NAME!r} lead to {committed!r}", partial(_point, root, committed, durable=durable))
+    if retention.keep is not None:
+        remove_old = partial(_remove_old, root, committed, retention, is_ours, durable=durable)
+        _quietly("remove old checkpoints", remove_old)
+
+
+def _quietly(what: str, action: Callable[[], None]) -> None:
+    try:
+        action()
+    except (DcpError, OSError) as error:
+        _LOG.warning("could not %s: %s", what, error)
+
+
+def _point(root: Storage, committed: str, *, durable: bool) -> None:
+    root.point(LATEST_NAME, committed)
+    if durable:
+        root.sync()
+
+
+def _remove_old(
+    root: Storage, committed: str, retention: Retention, is_ours: Callable[[str], bool], *, durable: bool
+) -> None:
+    """Remove, oldest first, all complete checkpoints but the newest; what the link leads to stays in any case."""
+    protected = {committed, root.target_of(LATEST_NAME)}
+    left = (retention.keep or 1) - 1  # the committed one is the first that is kept
+    old: list[FoundCheckpoint] = []
+    for found in candidates(root, is_wanted=is_ours):
+        if found.name == committed:
+            continue
+        if left > 0 or found.name in protected or retention.is_milestone(found):
+            left -= _is_whole(root, found.name)
+        else:
+            old.append(found)
+    for found in reversed(old):
+        _quietly(f"remove {found.name!r}", partial(_remove, root, found.name, durable=durable))
+
+
+def _is_whole(root: Storage, name: str) -> bool:
+    """Whether a directory holds a complete checkpoint; what dead saves left in one that does not is removed."""
+    try:
+        check_candidate(root, name)
+    except FormatError:
+        _clear(root, name)
+        return False
+    return True
+
+
+def _remove(root: Storage, name: str, *, durable: bool) -> None:
+    storage = root.folder(name)
+    if not storage.exists(METADATA_NAME):
+        _clear(root, name)
+        return
+    open_present(storage, METADATA_NAME)  # raises for what is none of ours
+    remove_checkpoint(storage, files_of=file_names, durable=durable)
+    _remove_directory(root, name)
+    if durable:
+        root.sync()
+
+
+def _clear(root: Storage, name: str) -> None:
+    if clear_dead_save(root.folder(name), files_of=file_names):
+        _remove_directory(root, name)
+
+
+def _remove_directory(root: Storage, name: str) -> None:
+    if not root.remove_empty_directory(name):
+        _LOG.info("%r in %s holds other files, so the directory stays", name, root.describe())
