@@ -7,6 +7,7 @@ names until all of them are there; the index comes last, so that what is not com
 from __future__ import annotations
 
 import json
+import logging
 import re
 import secrets
 import struct
@@ -30,11 +31,17 @@ INDEX_NAME = "model.safetensors.index.json"
 STALE_SECONDS = 3600.0
 """Temporary files that nobody has written to for so long are left over from a conversion that was killed."""
 
+_LOG = logging.getLogger("dcp.convert")
 _WEIGHTS = re.compile(r"model(?:-\d{5,}-of-\d{5,})?\.safetensors")
 _TEMPORARY = re.compile(r"\.model.*\.[0-9a-f]{16}\.tmp")
 _HEADER = '{"__metadata__":{"format":"pt"}'
 _PAIRS_OF_F4 = "float4_e2m1fn_x2"
 _ALIGNMENT = 8
+_TYPE_ORDER = (
+    "U64", "I64", "F64", "C64", "F32", "U32", "I32", "BF16", "F16", "U16", "I16", "F8_E5M2FNUZ", "F8_E4M3FNUZ",
+    "F8_E8M0", "F8_E4M3", "F8_E5M2", "I8", "U8", "F4", "BOOL",
+)  # fmt: skip
+_TYPE_RANK = {file_dtype: rank for rank, file_dtype in enumerate(_TYPE_ORDER)}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -99,9 +106,10 @@ def write_directory(
 
     Raises:
         ArgumentError: There are weights, and `overwrite` is False.
-        DcpError: Nothing of the new files is left then.
+        DcpError: Nothing of the new files is left then, unless it is the last step, replacing files of the same names,
+            that failed: what is written keeps its temporary names then.
     """
-    named = list(zip(shard_names(len(files)), map(_aligned, files), strict=True))
+    named = list(zip(shard_names(len(files)), map(_in_file_order, files), strict=True))
     headers = [_header(tensors) for _, tensors in named]
     storage.prepare()
     old = existing_weights(storage)
@@ -119,11 +127,21 @@ def write_directory(
             storage.write_file(written[INDEX_NAME], index_text(named).encode(), durable=durable)
         _publish(storage, written, old, durable=durable)
     except BaseException:
-        for temporary in written.values():
-            with suppress(DcpError):
-                storage.remove(temporary)
+        _clean_up(storage, written, old)
         raise
     return tuple(written)
+
+
+def _clean_up(storage: Storage, written: dict[str, str], old: Sequence[str]) -> None:
+    """Remove new files that have no names yet, unless old ones went for them: then they are the only ones."""
+    with suppress(DcpError):
+        gone = set(old) - set(storage.list())
+        for name, temporary in written.items():
+            if not gone:
+                with suppress(DcpError):
+                    storage.remove(temporary)
+            elif storage.size(temporary) is not None:
+                _LOG.error("%s is written, as %s in %s; it did not get its name", name, temporary, storage.describe())
 
 
 def existing_weights(storage: Storage) -> list[str]:
@@ -161,15 +179,19 @@ def _publish(storage: Storage, written: dict[str, str], old: Sequence[str], *, d
     """Give the files their names, and remove the weights that they replace.
 
     Until the index, or a single file, has its name, the directory is what it was. Only where files have the names of
-    old ones it is no model for a moment: the old index goes first.
+    old ones it is no model for a moment: the old index goes first, and then those files, so that old and new ones are
+    never there together.
     """
     if durable:
         storage.sync()
     shards = [name for name in written if name not in (SINGLE_NAME, INDEX_NAME)]
-    if INDEX_NAME in old and any(name in old for name in shards):
-        storage.remove(INDEX_NAME)
-        if durable:
-            storage.sync()
+    replaced = [name for name in shards if name in old]
+    if replaced:
+        for names in ([name for name in (INDEX_NAME,) if name in old], replaced):
+            for name in names:
+                storage.remove(name)
+            if durable:
+                storage.sync()
     for name in shards:
         storage.publish(written[name], name)
     if shards and durable:
@@ -182,9 +204,16 @@ def _publish(storage: Storage, written: dict[str, str], old: Sequence[str], *, d
             storage.remove(name)
 
 
-def _aligned(tensors: Sequence[FileTensor]) -> list[FileTensor]:
-    """The tensors of a file, larger elements first, as safetensors has them: then all are aligned."""
-    return sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)
+def _in_file_order(tensors: Sequence[FileTensor]) -> list[FileTensor]:
+    """The tensors of a file as safetensors' own writer orders them: by type, larger elements first, then by name.
+
+    So all are aligned, and the same tensors make the same file.
+    """
+
+    def place(tensor: FileTensor) -> tuple[int, str]:
+        return _TYPE_RANK[file_type(tensor.name, tensor.dtype, tensor.shape)[0]], tensor.name
+
+    return sorted(tensors, key=place)
 
 
 def _write_file(

@@ -7,8 +7,10 @@ error that names the file. Also how torch's `HuggingFaceStorageWriter` notes whe
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 from dcp_core.errors import ArgumentError, CorruptError, IncompleteError, NotFoundError
@@ -21,8 +23,10 @@ INDEX_FILE = "model.safetensors.index.json"
 MAX_INDEX_BYTES = 100_000_000
 """As long as a header of safetensors may be."""
 
+_NUMBERED = re.compile(r"(?!shard-)(.*)-(\d{5,})-of-(\d{5,})\.safetensors")
 _SHARDING_NOTE = "DCP_SHARDING_INFO"
 _LARGEST = 1 << 62
+_SHOWN = 8
 _MAX_NDIM = 64
 
 
@@ -58,6 +62,7 @@ def choose_files(names: Collection[str], where: str) -> str | tuple[str, ...]:
     Raises:
         NotFoundError: There are no safetensors files.
         ArgumentError: Several things are there, each of which may be meant.
+        IncompleteError: There is no index, and files of a numbered series are missing.
     """
     indices = sorted(name for name in names if name.endswith(INDEX_SUFFIX))
     if MODEL_FILE in names and INDEX_FILE not in names:
@@ -76,7 +81,27 @@ def choose_files(names: Collection[str], where: str) -> str | tuple[str, ...]:
             f"there are no safetensors files in {where}: check the path (and convert pytorch_model.bin and the like to "
             "safetensors)"
         )
+    _check_series(files, where)
     return files
+
+
+def _check_series(files: Sequence[str], where: str) -> None:
+    """Refuse a part of a series such as `model-00001-of-00003.safetensors`, as a copy that was interrupted leaves it.
+
+    Of the files that torch's ranks write ("shard-..."), not every number needs to be there.
+    """
+    series: dict[tuple[str, int], set[int]] = {}
+    for name in files:
+        if match := _NUMBERED.fullmatch(name):
+            series.setdefault((match[1], int(match[3])), set()).add(int(match[2]))
+    for (start, count), numbers in series.items():
+        missing = list(islice((number for number in range(1, count + 1) if number not in numbers), _SHOWN))
+        if missing:
+            shown = ", ".join([*map(str, missing), "..."] if len(missing) == _SHOWN else map(str, missing))
+            raise IncompleteError(
+                f"{where} has {len(numbers)} of the {count} files {start}-NNNNN-of-{count:05d}{SUFFIX}, and no index; "
+                f"missing are {shown}: restore them, or pass the path of the one file to read"
+            )
 
 
 def parse_index(raw: bytes, name: str) -> dict[str, str]:

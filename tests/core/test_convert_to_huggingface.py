@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -283,6 +284,16 @@ def looks_complete(path: Path) -> dict[str, bytes] | None:
     return {name: array.tobytes() for file in files for name, array in load_file(path / file).items()}
 
 
+def loaded(path: Path) -> dict[str, bytes] | None:
+    """What our own reader finds, which needs no index where files tell that they are all there; None: an error."""
+    target = {key: np.zeros((3, 5)) for key in STATES["new"]}
+    try:
+        api.load(target, storage_reader=HuggingFaceReader(path), adapter=NumpyRankAdapter())
+    except DcpError:
+        return None
+    return {key: array.tobytes() for key, array in target.items()}
+
+
 STATES = {name: {f"w{n}": np.full((3, 5), n + shift) for n in range(6)} for name, shift in (("old", 0.5), ("new", 9.5))}
 SIZES: dict[str, int | str] = {"single": "1MB", "two": 3 * 120, "three": 2 * 120}
 
@@ -313,6 +324,7 @@ def test_a_conversion_that_fails_anywhere_leaves_the_old_weights_or_nothing(
         assert found in ([None, whole("old")] if failed and before != "nothing" else [None, whole("new")]) or (
             failed and found == whole("new")
         )
+        assert loaded(target) in (None, whole("new"), *([whole("old")] if before != "nothing" else []))
         if number > len(operations.log):
             assert not failed
             assert found == whole("new")
@@ -322,32 +334,42 @@ def test_a_conversion_that_fails_anywhere_leaves_the_old_weights_or_nothing(
 
 
 _CONVERT_AND_DIE = """
-import sys
-from dcp_core.convert.to_dcp import convert_to_dcp
+import os, sys
 from dcp_core.convert.to_huggingface import HuggingFaceConversion
 from dcp_core.execution.filesystem import FileSystemReader
 from dcp_core.storage.local import LocalStorage
 from dcp_core.testing.faults import FaultyOperations
-source, target, number = sys.argv[1], sys.argv[2], int(sys.argv[3])
-operations = FaultyOperations(kill_at=number, kill_moment="after")
-conversion = HuggingFaceConversion(FileSystemReader(source), max_shard_size=360)
-conversion.run(LocalStorage(target, operations), overwrite=True)
+source, targets = sys.argv[1], sys.argv[2:]
+for number, target in enumerate(targets, 1):
+    child = os.fork()
+    if not child:
+        operations = FaultyOperations(kill_at=number, kill_moment="after")
+        conversion = HuggingFaceConversion(FileSystemReader(source), max_shard_size=360)
+        conversion.run(LocalStorage(target, operations), overwrite=True)
+        os._exit(0)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
 
 
 @pytest.mark.faults
-def test_a_conversion_that_is_killed_leaves_nothing_that_looks_complete(tmp_path: Path) -> None:
-    save(STATES["new"], tmp_path / "new")
-    outcomes = []
-    for number in range(1, 46, 5):
-        target = tmp_path / f"hf{number}"
-        command = [sys.executable, "-c", _CONVERT_AND_DIE, str(tmp_path / "new"), str(target), str(number)]
-        code = subprocess.run(command, timeout=60, check=False).returncode
-        found = looks_complete(target)
-        assert found in (None, whole("new"))
-        outcomes.append((code == 0, found is not None))
-    assert (False, False) in outcomes
-    assert outcomes[-1] == (True, True)
+@pytest.mark.parametrize("before", ["nothing", *SIZES])
+def test_a_conversion_that_is_killed_leaves_nothing_that_looks_complete(before: str, tmp_path: Path) -> None:
+    for name, state in STATES.items():
+        save(state, tmp_path / name)
+    targets = [tmp_path / f"hf{number}" for number in range(1, 31)]
+    for target in targets if before != "nothing" else []:
+        convert(tmp_path / "old", target, max_shard_size=SIZES[before])
+    command = [sys.executable, "-c", _CONVERT_AND_DIE, str(tmp_path / "new"), *map(str, targets)]
+    said = subprocess.run(command, timeout=60, check=True, stdout=subprocess.PIPE, text=True).stdout
+    codes = list(map(int, said.split()))
+    allowed = (None, whole("new"), *([whole("old")] if before != "nothing" else []))
+    for target in targets:
+        assert looks_complete(target) in allowed
+        assert loaded(target) in allowed
+    complete = [loaded(target) == looks_complete(target) == whole("new") for target in targets]
+    assert set(codes) == {0, -signal.SIGKILL}
+    assert all(is_complete for code, is_complete in zip(codes, complete, strict=True) if code == 0)
+    assert not complete[0]
 
 
 def test_left_overs_of_a_killed_conversion_go_once_they_are_old(tmp_path: Path) -> None:

@@ -95,6 +95,21 @@ def test_several_files_without_an_index_are_read_together(tmp_path: Path) -> Non
     assert_equal(target, TENSORS)
 
 
+def test_a_numbered_series_without_an_index_is_read_whole_or_not_at_all(tmp_path: Path) -> None:
+    names = write_shards(tmp_path, halves(TENSORS))
+    os.remove(tmp_path / INDEX)
+    target = zeros_like(TENSORS)
+    load(target, tmp_path)
+    assert_equal(target, TENSORS)
+    os.remove(tmp_path / names[0])
+    with pytest.raises(IncompleteError, match=r"1 of the 2 files model-NNNNN-of-00002.*missing are 1: restore"):
+        load(target, tmp_path)
+    load({"empty": np.zeros((0, 3), np.float32)}, tmp_path / names[1])
+    os.rename(tmp_path / names[1], tmp_path / f"model-00001-of-{'9' * 30}.safetensors")
+    with pytest.raises(IncompleteError, match="missing are 2, 3, 4"):
+        load(target, tmp_path)
+
+
 def test_a_whole_model_beside_an_index_of_other_files_is_refused_until_one_is_named(tmp_path: Path) -> None:
     write_shards(tmp_path, halves(TENSORS))
     write_file(tmp_path / MODEL, zeros_like(TENSORS))
