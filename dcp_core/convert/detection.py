@@ -8,6 +8,8 @@ from dcp_core.errors import ArgumentError
 from dcp_core.execution.filesystem import local_path
 from dcp_core.execution.interfaces import CheckpointId
 
+_SHOWN = 4
+
 
 def checkpoint_format(path: CheckpointId) -> str:
     """Tell what lies at a path.
@@ -30,4 +32,6 @@ def checkpoint_format(path: CheckpointId) -> str:
     if any(name.endswith((".bin", ".pt", ".pth")) for name in names):
         return "torch"
     what = "there is nothing" if not os.path.exists(local) else "there is no checkpoint that is known"
-    raise ArgumentError(f"{what} at {local!r}: expected .metadata, or *.safetensors, or a file of torch.save")
+    inside = sorted(name for name in names if os.path.isdir(os.path.join(local, name)))[:_SHOWN]
+    hint = f"; is it one of the directories in it, such as {', '.join(map(repr, inside))}?" if inside else ""
+    raise ArgumentError(f"{what} at {local!r}: expected .metadata, or *.safetensors, or a file of torch.save{hint}")

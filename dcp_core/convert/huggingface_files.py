@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 import secrets
 import struct
@@ -22,9 +23,11 @@ from dcp_core.errors import ArgumentError, DcpError, NotFoundError, PlanningErro
 from dcp_core.execution.planner_answers import Bits
 from dcp_core.execution.write_runs import Run
 from dcp_core.execution.write_stream import FileStream
+from dcp_core.file_names import METADATA_NAME
 from dcp_core.formats.safetensors_file import MAX_HEADER_BYTES
 from dcp_core.planning.leaves import DeviceBits, DeviceTransfers
 from dcp_core.storage.base import Storage, WriteHandle
+from dcp_core.storage.local import LocalStorage
 
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
@@ -154,15 +157,34 @@ def existing_weights(storage: Storage) -> list[str]:
 
 
 def refuse_overwriting(storage: Storage, old: Sequence[str], overwrite: bool) -> None:
-    """Refuse to replace weights by mistake.
+    """Refuse to replace weights by mistake, or to put weights beside a sharded checkpoint.
 
     Raises:
-        ArgumentError: There are some, and they may not go.
+        ArgumentError: There are some, and they may not go; or there is such a checkpoint.
     """
     if old and not overwrite:
         raise ArgumentError(
             f"{storage.describe()} holds weights already ({', '.join(old[:4])}{', ...' if len(old) > 4 else ''}); "
-            "choose another directory, or pass overwrite=True to replace them"
+            "choose another directory, or pass overwrite=True (--overwrite) to replace them"
+        )
+    if storage.exists(METADATA_NAME):
+        raise ArgumentError(
+            f"{storage.describe()} holds a sharded checkpoint ({METADATA_NAME}), beside which nobody could tell what "
+            "the directory is; choose another directory"
+        )
+
+
+def refuse_beside_weights(directory: str) -> None:
+    """Refuse to put a checkpoint beside the weights of a Hugging Face directory.
+
+    Raises:
+        ArgumentError: There are some.
+    """
+    old = existing_weights(LocalStorage(directory)) if os.path.isdir(directory) else []
+    if old:
+        raise ArgumentError(
+            f"{directory!r} holds {old[0]}, beside which nobody could tell what the directory is; choose another "
+            "directory for the checkpoint"
         )
 
 

@@ -19,7 +19,13 @@ from dcp_core import api
 from dcp_core.adapter import Adapter, AdapterSet
 from dcp_core.arrays import NumpyAdapter
 from dcp_core.box import Box
-from dcp_core.convert.huggingface_files import FileTensor, check_names, file_type, write_directory
+from dcp_core.convert.huggingface_files import (
+    FileTensor,
+    check_names,
+    file_type,
+    refuse_beside_weights,
+    write_directory,
+)
 from dcp_core.convert.huggingface_plan import Skipped, choose_tied
 from dcp_core.convert.lazy_tensors import AloneAdapter
 from dcp_core.convert.progress import Advance, progress_bar
@@ -99,6 +105,7 @@ def full_state_dict_to_dcp_format(
     progress: bool | None = None,
 ) -> Metadata:
     """Save a full state by this process alone; see `dcp_torch.offline_transform`."""
+    refuse_beside_weights(local_path(dst))
     with _WatchedPlanner(progress) as planner:
         return api.save(
             state_dict,

@@ -103,6 +103,16 @@ class HuggingFaceConversion:
             for name, positions in zip(names, self.plan.files, strict=True)
         ]  # fmt: skip
 
+    def check_target(self, dst: CheckpointId | Storage, *, overwrite: bool = False) -> Storage:
+        """See whether a directory may be written, and give its storage. Nothing is written.
+
+        Raises:
+            ArgumentError: It may not; see `refuse_overwriting`.
+        """
+        storage = dst if isinstance(dst, Storage) else LocalStorage(local_path(dst))
+        refuse_overwriting(storage, existing_weights(storage), overwrite)
+        return storage
+
     def run(
         self,
         dst: CheckpointId | Storage,
@@ -122,8 +132,7 @@ class HuggingFaceConversion:
         Raises:
             DcpError: Nothing of the new files is left then.
         """
-        storage = dst if isinstance(dst, Storage) else LocalStorage(local_path(dst))
-        refuse_overwriting(storage, existing_weights(storage), overwrite)
+        storage = self.check_target(dst, overwrite=overwrite)
         with (
             progress_bar("convert", self.plan.nbytes, progress) as advance,
             ReadAhead(self._source, advance) as ahead,

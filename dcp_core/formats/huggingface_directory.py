@@ -75,7 +75,10 @@ def choose_files(names: Collection[str], where: str) -> str | tuple[str, ...]:
         return indices[0]
     files = tuple(sorted(name for name in names if name.endswith(SUFFIX)))
     if ".metadata" in names and all(name.startswith("_rank") for name in files):
-        raise ArgumentError(f"{where} holds a checkpoint of this library; load it without HuggingFaceReader")
+        how = "load it without HuggingFaceReader"
+        if not files:
+            how += ", or with TorchDCPReader if torch.distributed.checkpoint wrote it"
+        raise ArgumentError(f"{where} holds a sharded checkpoint (.metadata), and no Hugging Face files; {how}")
     if not files:
         raise NotFoundError(
             f"there are no safetensors files in {where}: check the path (and convert pytorch_model.bin and the like to "

@@ -56,6 +56,11 @@ def test_a_dry_run_says_what_would_be_written_and_writes_nothing(
     )
     assert all(word in said for word in expected)
     assert not (tmp_path / "out").exists()
+    assert "refused" not in said
+    taken = tmp_path / "taken"
+    api.save({"w": np.ones(2)}, checkpoint_id=taken, durable=False)
+    assert main(["convert", str(checkpoint), str(taken), "--to", to, "--dry-run"]) == 0
+    assert "as it is, this would be refused: " in capsys.readouterr().out
 
 
 def test_what_is_there_is_only_replaced_when_asked(
@@ -95,6 +100,8 @@ def test_what_is_no_checkpoint_and_what_is_damaged(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["convert", str(tmp_path / "nix"), str(tmp_path / "out"), "--to", "hf"]) == 2
+    assert main(["convert", str(tmp_path), str(tmp_path / "out"), "--to", "hf"]) == 2
+    assert "is it one of the directories in it, such as 'dcp'?" in capsys.readouterr().err
     (data,) = checkpoint.glob("*.safetensors")
     os.truncate(data, 10)
     assert main(["convert", str(checkpoint), str(tmp_path / "out"), "--to", "hf"]) == 1

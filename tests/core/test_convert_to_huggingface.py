@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,7 @@ from dcp_core.formats.safetensors_parser import header_nbytes, parse_header
 from dcp_core.storage.local import LocalStorage
 from dcp_core.testing.faults import FaultyOperations
 from dcp_core.testing.numpy_ranks import NumpyRankAdapter, ShardedArray
+from tests.core.interrupts import interrupted_at
 from tests.core.peak_memory import need_peak_counter, peak_rise
 
 Array = npt.NDArray[Any]
@@ -370,6 +372,57 @@ def test_a_conversion_that_is_killed_leaves_nothing_that_looks_complete(before: 
     assert set(codes) == {0, -signal.SIGKILL}
     assert all(is_complete for code, is_complete in zip(codes, complete, strict=True) if code == 0)
     assert not complete[0]
+
+
+@pytest.mark.parametrize("before", ["nothing", *SIZES])
+def test_who_interrupts_a_conversion_keeps_the_old_weights_or_has_nothing(before: str, tmp_path: Path) -> None:
+    for name, state in STATES.items():
+        save(state, tmp_path / name)
+    for number in itertools.count(1):
+        target = tmp_path / f"hf{number}"
+        if before != "nothing":
+            convert(tmp_path / "old", target, max_shard_size=SIZES[before])
+        operations = interrupted_at(number)
+        conversion = HuggingFaceConversion(FileSystemReader(tmp_path / "new"), max_shard_size=SIZES["two"])
+        try:
+            conversion.run(LocalStorage(target, operations), overwrite=True)
+            time.sleep(0)  # a signal that came last is heard here
+        except KeyboardInterrupt:
+            pass
+        allowed = (None, whole("new"), *([whole("old")] if before != "nothing" else []))
+        assert looks_complete(target) in allowed
+        assert loaded(target) in allowed
+        left = list(target.glob(".*.tmp"))
+        assert not left or looks_complete(target) is None
+        assert not left or before == "two", "only where files of the same names were replaced"
+        if number > len(operations.log):
+            assert looks_complete(target) == whole("new")
+            return
+    raise AssertionError("unreachable")
+
+
+def test_what_is_written_survives_when_its_last_step_fails_after_the_old_weights_went(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(STATES["new"], tmp_path / "new")
+    convert(tmp_path / "new", tmp_path / "hf", max_shard_size=SIZES["two"])
+    operations = FaultyOperations(fail_at=1, operations=["rename"], forever=True)
+    again = HuggingFaceConversion(HuggingFaceReader(tmp_path / "hf"), max_shard_size=SIZES["two"])
+    with pytest.raises(DcpError):
+        again.run(LocalStorage(tmp_path / "hf", operations), overwrite=True)
+    found: dict[str, Array] = {}
+    for name in sorted(os.listdir(tmp_path / "hf")):
+        assert name in caplog.text
+        found |= load_file(tmp_path / "hf" / name) if ".json." not in name else {}
+    assert {name: array.tobytes() for name, array in found.items()} == whole("new")
+
+
+def test_weights_are_not_put_beside_the_checkpoint_that_they_are_made_of(tmp_path: Path) -> None:
+    save(STATES["new"], tmp_path / "a")
+    before = sorted(os.listdir(tmp_path / "a"))
+    with pytest.raises(ArgumentError, match=r"sharded checkpoint.*another directory"):
+        convert(tmp_path / "a", tmp_path / "a", overwrite=True)
+    assert sorted(os.listdir(tmp_path / "a")) == before
 
 
 def test_left_overs_of_a_killed_conversion_go_once_they_are_old(tmp_path: Path) -> None:
