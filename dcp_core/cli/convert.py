@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,13 +15,12 @@ from typing import Any
 from dcp_core.cli.tables import write_table
 from dcp_core.convert.detection import checkpoint_format
 from dcp_core.convert.huggingface_files import INDEX_NAME, refuse_beside_weights
+from dcp_core.convert.places import dcp_reader, huggingface_reader, storage_at
 from dcp_core.convert.shard_sizes import MAX_SHARD_SIZE
 from dcp_core.convert.stored_source import StoredSource
 from dcp_core.convert.to_dcp import convert_to_dcp, stored_nbytes
 from dcp_core.convert.to_huggingface import HuggingFaceConversion
 from dcp_core.errors import ArgumentError, DcpError
-from dcp_core.execution.filesystem import FileSystemReader, local_path
-from dcp_core.execution.huggingface import HuggingFaceReader
 from dcp_core.execution.interfaces import StorageReader
 from dcp_core.file_names import METADATA_NAME
 
@@ -124,9 +122,9 @@ def _to_dcp(arguments: argparse.Namespace, source: str) -> int:
 
 def _reader(src: str, source: str, key_map: dict[str, str] | None = None) -> StorageReader:
     if source == "dcp":
-        return FileSystemReader(src)
+        return dcp_reader(src)
     if source == "huggingface":
-        return HuggingFaceReader(src, key_map=key_map)
+        return huggingface_reader(src, key_map=key_map)
     if source == "torch-dcp":
         reader: StorageReader = _torch_module(source).TorchDCPReader(src)
         return reader
@@ -142,9 +140,10 @@ def _torch_module(source: str) -> Any:
 
 
 def _check_target(dst: str, *, overwrite: bool) -> None:
-    if not overwrite and os.path.exists(os.path.join(local_path(dst), METADATA_NAME)):
+    storage = storage_at(dst)
+    if not overwrite and storage.exists(METADATA_NAME):
         raise ArgumentError(f"there is a checkpoint at {dst!r}; choose another place, or pass --overwrite")
-    refuse_beside_weights(local_path(dst))
+    refuse_beside_weights(storage)
 
 
 def _write_objection(check: Callable[[], object]) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import re
 import secrets
 import struct
@@ -27,7 +26,6 @@ from dcp_core.file_names import METADATA_NAME
 from dcp_core.formats.safetensors_file import MAX_HEADER_BYTES
 from dcp_core.planning.leaves import DeviceBits, DeviceTransfers
 from dcp_core.storage.base import Storage, WriteHandle
-from dcp_core.storage.local import LocalStorage
 
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
@@ -174,17 +172,17 @@ def refuse_overwriting(storage: Storage, old: Sequence[str], overwrite: bool) ->
         )
 
 
-def refuse_beside_weights(directory: str) -> None:
+def refuse_beside_weights(storage: Storage) -> None:
     """Refuse to put a checkpoint beside the weights of a Hugging Face directory.
 
     Raises:
         ArgumentError: There are some.
     """
-    old = existing_weights(LocalStorage(directory)) if os.path.isdir(directory) else []
+    old = existing_weights(storage)
     if old:
         raise ArgumentError(
-            f"{directory!r} holds {old[0]}, beside which nobody could tell what the directory is; choose another "
-            "directory for the checkpoint"
+            f"{storage.describe()} holds {old[0]}, beside which nobody could tell what the directory is; choose "
+            "another directory for the checkpoint"
         )
 
 

@@ -12,9 +12,9 @@ from typing import Any
 from dcp_core import api
 from dcp_core.convert.huggingface_files import refuse_beside_weights
 from dcp_core.convert.lazy_tensors import ConversionAdapter, LazyTensor, ReadAhead
+from dcp_core.convert.places import storage_at
 from dcp_core.convert.progress import progress_bar
 from dcp_core.convert.stored_source import StoredSource
-from dcp_core.execution.filesystem import local_path
 from dcp_core.execution.interfaces import CheckpointId, StorageReader, StorageWriter
 from dcp_core.formats.objects import decode_value
 from dcp_core.metadata import Metadata, StoredTensor
@@ -51,7 +51,7 @@ def convert_to_dcp(
         DcpError: Nothing is changed at `dst` then.
     """
     if storage_writer is None:
-        refuse_beside_weights(local_path(dst))
+        refuse_beside_weights(storage_at(dst))
     activate_codecs()
     source = StoredSource(reader)
     tensors = source.tensors()

@@ -24,15 +24,14 @@ from dcp_core.convert.huggingface_plan import (
     plan_huggingface,
 )
 from dcp_core.convert.lazy_tensors import LazyTensor, ReadAhead
+from dcp_core.convert.places import storage_at
 from dcp_core.convert.progress import progress_bar
 from dcp_core.convert.shard_sizes import MAX_SHARD_SIZE, parse_shard_size
 from dcp_core.convert.stored_source import StoredSource
-from dcp_core.execution.filesystem import local_path
 from dcp_core.execution.interfaces import CheckpointId, StorageReader
 from dcp_core.formats.cuts import Cut
 from dcp_core.formats.key_map import KeyMap
 from dcp_core.storage.base import Storage
-from dcp_core.storage.local import LocalStorage
 
 _LOG = logging.getLogger("dcp.convert")
 _SHOWN = 10
@@ -109,7 +108,7 @@ class HuggingFaceConversion:
         Raises:
             ArgumentError: It may not; see `refuse_overwriting`.
         """
-        storage = dst if isinstance(dst, Storage) else LocalStorage(local_path(dst))
+        storage = storage_at(dst)
         refuse_overwriting(storage, existing_weights(storage), overwrite)
         return storage
 

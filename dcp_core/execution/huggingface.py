@@ -17,7 +17,7 @@ from xxhash import xxh3_64_hexdigest, xxh3_128_digest
 
 from dcp_core.dtype import DTYPES, Kind
 from dcp_core.errors import ArgumentError, CorruptError, IncompleteError, NotFoundError
-from dcp_core.execution.filesystem import FileSystemReader, local_path
+from dcp_core.execution.filesystem import FileSystemReader, OpenUrl, is_other_url, local_path
 from dcp_core.execution.interfaces import CheckpointId, Plan
 from dcp_core.formats.cuts import Cut, Joined, Narrowed, Selected, Stacked
 from dcp_core.formats.huggingface_directory import (
@@ -69,6 +69,7 @@ class HuggingFaceReader(FileSystemReader):
             `Stacked`, `Narrowed` or `Selected`, over names as they are in the files, or one such name. What is named
             here takes the place of what `key_map` would give that name.
         storage: A storage to use instead of `path`.
+        open_url: Makes storages of URLs that name no file; without it they are refused.
 
     Raises:
         ArgumentError: A key map or a cut that is none.
@@ -81,9 +82,10 @@ class HuggingFaceReader(FileSystemReader):
         key_map: KeyMap | None = None,
         cuts: Mapping[str, Cut] | None = None,
         storage: Storage | None = None,
+        open_url: OpenUrl | None = None,
     ) -> None:
         directory, self._chosen = _split(path)
-        super().__init__(directory, storage=storage)
+        super().__init__(directory, storage=storage, open_url=open_url)
         key_function(key_map)
         self._key_map = key_map
         self._cuts = _checked(cuts or {})
@@ -160,6 +162,9 @@ def _split(path: CheckpointId | None) -> tuple[CheckpointId | None, str | None]:
     """A directory, and the one file of it that is meant."""
     if path is None:
         return None, None
+    if is_other_url(path):
+        directory, _, name = str(path).rpartition("/")
+        return (directory, name) if name.endswith((SUFFIX, INDEX_SUFFIX)) else (path, None)
     local = local_path(path)
     if os.path.isfile(local) or (local.endswith((SUFFIX, INDEX_SUFFIX)) and not os.path.isdir(local)):
         return os.path.dirname(local) or ".", os.path.basename(local)
