@@ -17,13 +17,14 @@ from safetensors.numpy import save_file
 from dcp_core import api
 from dcp_core.convert.detection import checkpoint_format
 from dcp_core.convert.to_dcp import convert_to_dcp
-from dcp_core.errors import ArgumentError, CorruptError, DcpError, IncompleteError, NotFoundError
+from dcp_core.errors import ArgumentError, CorruptError, DcpError, IncompleteError, NotFoundError, UnsupportedValueError
 from dcp_core.execution.filesystem import FileSystemReader, FileSystemWriter
 from dcp_core.execution.huggingface import HuggingFaceReader, Joined, Stacked
 from dcp_core.formats.cuts import Cut
 from dcp_core.formats.metadata_file import open_bytes
 from dcp_core.storage.local import LocalStorage
 from dcp_core.testing.faults import FaultyOperations
+from tests.core.huggingface_files import file_bytes
 from tests.core.interrupts import interrupted_at
 from tests.core.peak_memory import need_peak_counter, peak_rise
 
@@ -187,6 +188,19 @@ def test_who_interrupts_a_conversion_keeps_the_old_checkpoint_or_has_nothing(has
         if number > len(operations.log):
             return
     raise AssertionError("unreachable")
+
+
+def test_types_that_no_framework_has_are_not_lost_silently(tmp_path: Path) -> None:
+    header = {
+        "odd": {"dtype": "F6_E2M3", "shape": [4], "data_offsets": [0, 3]},
+        "w": {"dtype": "U8", "shape": [2], "data_offsets": [3, 5]},
+    }
+    (tmp_path / "model.safetensors").write_bytes(file_bytes(header, b"abcde"))
+    with pytest.raises(UnsupportedValueError, match=r"odd \(F6_E2M3\); a key_map that gives None"):
+        convert_to_dcp(HuggingFaceReader(tmp_path), tmp_path / "dcp", durable=False)
+    assert not (tmp_path / "dcp").exists()
+    convert_to_dcp(HuggingFaceReader(tmp_path, key_map={"^odd": None}), tmp_path / "dcp", durable=False)
+    assert loaded(tmp_path / "dcp")["w"].tobytes() == b"de"
 
 
 def test_a_checkpoint_is_not_put_beside_the_weights_that_it_is_made_of(tmp_path: Path) -> None:
