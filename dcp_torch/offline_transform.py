@@ -16,12 +16,12 @@ import torch
 
 from dcp_core.adapter import Adapter
 from dcp_core.convert import offline
+from dcp_core.convert.places import dcp_reader
 from dcp_core.convert.shard_sizes import MAX_SHARD_SIZE
 from dcp_core.convert.to_dcp import convert_to_dcp
 from dcp_core.convert.to_huggingface import ConversionReport, HuggingFaceConversion
 from dcp_core.dtype import DType
 from dcp_core.errors import ArgumentError, CorruptError, IncompleteError, NotFoundError
-from dcp_core.execution.filesystem import FileSystemReader
 from dcp_core.execution.interfaces import CheckpointId, StorageReader
 from dcp_core.formats.cuts import Cut
 from dcp_core.formats.key_map import KeyMap
@@ -246,7 +246,7 @@ def convert_dcp_to_huggingface(
         ArgumentError: A size, type, name or prefix that makes no sense.
         DcpError: The checkpoint is damaged, or the storage refused. Nothing of the new files is left then.
     """
-    reader = src if isinstance(src, StorageReader) else FileSystemReader(src)
+    reader = src if isinstance(src, StorageReader) else dcp_reader(src)
     name = dtype_of(dtype).name if isinstance(dtype, torch.dtype) else dtype
     conversion = HuggingFaceConversion(
         reader, max_shard_size=max_shard_size, prefix=prefix, dtype=name, key_map=key_map, cuts=cuts

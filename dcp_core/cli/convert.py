@@ -8,22 +8,21 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from dcp_core.cli.tables import write_table
 from dcp_core.convert.detection import checkpoint_format
-from dcp_core.convert.huggingface_files import INDEX_NAME
+from dcp_core.convert.huggingface_files import INDEX_NAME, refuse_beside_weights
+from dcp_core.convert.places import dcp_reader, huggingface_reader, storage_at
 from dcp_core.convert.shard_sizes import MAX_SHARD_SIZE
 from dcp_core.convert.stored_source import StoredSource
 from dcp_core.convert.to_dcp import convert_to_dcp, stored_nbytes
 from dcp_core.convert.to_huggingface import HuggingFaceConversion
-from dcp_core.errors import ArgumentError
-from dcp_core.execution.filesystem import FileSystemReader, local_path
-from dcp_core.execution.huggingface import HuggingFaceReader
+from dcp_core.errors import ArgumentError, DcpError
 from dcp_core.execution.interfaces import StorageReader
+from dcp_core.file_names import METADATA_NAME
 
 FORMATS = ("dcp", "torch-dcp", "huggingface", "torch")
 _SHOWN_SKIPPED = 20
@@ -79,6 +78,7 @@ def _to_huggingface(arguments: argparse.Namespace, source: str) -> int:
         rows = [(name, str(len(inside)), _shown_bytes(sum(t.nbytes for t in inside))) for name, inside in files]
         write_table(("would write", "tensors", "bytes"), rows + [(INDEX_NAME, "", "")] * (len(files) > 1))
         _write_skipped([(entry.name, entry.reason) for entry in conversion.plan.skipped])
+        _write_objection(lambda: conversion.check_target(arguments.dst, overwrite=arguments.overwrite))
         return 0
     report = conversion.run(arguments.dst, overwrite=arguments.overwrite, durable=not arguments.not_durable)
     sys.stdout.write(f"wrote {report.tensors} tensors, {_shown_bytes(report.nbytes)}, to {arguments.dst}\n")
@@ -91,8 +91,8 @@ def _to_dcp(arguments: argparse.Namespace, source: str) -> int:
         raise ArgumentError("--prefix, --dtype and --max-shard-size belong to --to hf")
     if arguments.rename and source != "huggingface":
         raise ArgumentError("--rename with --to dcp is for safetensors; other checkpoints keep their names")
-    if not arguments.dry_run and not arguments.overwrite and _is_taken(arguments.dst):
-        raise ArgumentError(f"there is a checkpoint at {arguments.dst!r}; choose another place, or pass --overwrite")
+    if not arguments.dry_run:
+        _check_target(arguments.dst, overwrite=arguments.overwrite)
     durable = not arguments.not_durable
     if source == "torch":
         if arguments.dry_run:
@@ -113,6 +113,7 @@ def _to_dcp(arguments: argparse.Namespace, source: str) -> int:
         rows += [(entry.name, "value", "", "") for entry in opened.objects()]
         write_table(("would write", "type", "shape", "bytes"), rows)
         sys.stdout.write(f"{len(tensors)} tensors, {_shown_bytes(sum(map(stored_nbytes, tensors)))}\n")
+        _write_objection(lambda: _check_target(arguments.dst, overwrite=arguments.overwrite))
         return 0
     metadata = convert_to_dcp(reader, arguments.dst, durable=durable)
     sys.stdout.write(f"wrote {len(metadata.state_dict_metadata)} tensors and values to {arguments.dst}\n")
@@ -121,9 +122,9 @@ def _to_dcp(arguments: argparse.Namespace, source: str) -> int:
 
 def _reader(src: str, source: str, key_map: dict[str, str] | None = None) -> StorageReader:
     if source == "dcp":
-        return FileSystemReader(src)
+        return dcp_reader(src)
     if source == "huggingface":
-        return HuggingFaceReader(src, key_map=key_map)
+        return huggingface_reader(src, key_map=key_map)
     if source == "torch-dcp":
         reader: StorageReader = _torch_module(source).TorchDCPReader(src)
         return reader
@@ -138,8 +139,19 @@ def _torch_module(source: str) -> Any:
         raise ArgumentError(f"{error}: what torch wrote is read with torch; pip install 'hyper-dcp[torch]'") from error
 
 
-def _is_taken(dst: str) -> bool:
-    return os.path.exists(os.path.join(local_path(dst), ".metadata"))
+def _check_target(dst: str, *, overwrite: bool) -> None:
+    storage = storage_at(dst)
+    if not overwrite and storage.exists(METADATA_NAME):
+        raise ArgumentError(f"there is a checkpoint at {dst!r}; choose another place, or pass --overwrite")
+    refuse_beside_weights(storage)
+
+
+def _write_objection(check: Callable[[], object]) -> None:
+    """After a dry run, say what the conversion would refuse."""
+    try:
+        check()
+    except DcpError as error:
+        sys.stdout.write(f"as it is, this would be refused: {error}\n")
 
 
 def _write_skipped(skipped: Sequence[tuple[str, str]]) -> None:

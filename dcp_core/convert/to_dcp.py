@@ -10,7 +10,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from dcp_core import api
+from dcp_core.convert.huggingface_files import refuse_beside_weights
 from dcp_core.convert.lazy_tensors import ConversionAdapter, LazyTensor, ReadAhead
+from dcp_core.convert.places import storage_at
 from dcp_core.convert.progress import progress_bar
 from dcp_core.convert.stored_source import StoredSource
 from dcp_core.execution.interfaces import CheckpointId, StorageReader, StorageWriter
@@ -45,8 +47,11 @@ def convert_to_dcp(
         The description of the new checkpoint.
 
     Raises:
+        ArgumentError: There are weights of a Hugging Face directory at `dst`.
         DcpError: Nothing is changed at `dst` then.
     """
+    if storage_writer is None:
+        refuse_beside_weights(storage_at(dst))
     activate_codecs()
     source = StoredSource(reader)
     tensors = source.tensors()
