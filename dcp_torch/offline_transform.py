@@ -189,7 +189,7 @@ def save_state_dict_as_huggingface_format(
 
     Args:
         dir: The directory. Weights that are there stay until the new ones are written.
-        state_dict: Whole tensors by name; of nested mappings the keys are joined by dots.
+        state_dict: Whole tensors by name; of nested mappings, and of modules in them, the keys are joined by dots.
         max_shard_size: Largest size of a file's tensors, as "5GB" or a number of bytes; a tensor that is larger has a
             file of its own.
         overwrite: False: refuse to replace weights that are there.

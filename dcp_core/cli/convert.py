@@ -7,10 +7,8 @@ What lies at SRC is found out by looking: a checkpoint of this library or of tor
 from __future__ import annotations
 
 import argparse
-import importlib
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from dcp_core.cli.tables import write_table
 from dcp_core.convert.detection import checkpoint_format
@@ -20,13 +18,13 @@ from dcp_core.convert.shard_sizes import MAX_SHARD_SIZE
 from dcp_core.convert.stored_source import StoredSource
 from dcp_core.convert.to_dcp import convert_to_dcp, stored_nbytes
 from dcp_core.convert.to_huggingface import HuggingFaceConversion
+from dcp_core.convert.torch_package import torch_package_module
 from dcp_core.errors import ArgumentError, DcpError
 from dcp_core.execution.interfaces import StorageReader
 from dcp_core.file_names import METADATA_NAME
 
 FORMATS = ("dcp", "torch-dcp", "huggingface", "torch")
 _SHOWN_SKIPPED = 20
-_TORCH = {"torch-dcp": "dcp_torch.torch_dcp", "torch": "dcp_torch.offline_transform"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -97,7 +95,7 @@ def _to_dcp(arguments: argparse.Namespace, source: str) -> int:
     if source == "torch":
         if arguments.dry_run:
             raise ArgumentError("--dry-run cannot look into files of torch.save without reading them")
-        module = _torch_module(source)
+        module = torch_package_module("offline_transform")
         module.convert_full_checkpoint_to_dcp(arguments.src, arguments.dst, "torch", durable=durable)
         sys.stdout.write(f"wrote {arguments.dst}\n")
         return 0
@@ -126,17 +124,9 @@ def _reader(src: str, source: str, key_map: dict[str, str] | None = None) -> Sto
     if source == "huggingface":
         return huggingface_reader(src, key_map=key_map)
     if source == "torch-dcp":
-        reader: StorageReader = _torch_module(source).TorchDCPReader(src)
+        reader: StorageReader = torch_package_module("torch_dcp").TorchDCPReader(src)
         return reader
     raise ArgumentError("files of torch.save become --to dcp first, and that --to hf")
-
-
-def _torch_module(source: str) -> Any:
-    """What reads torch's formats lies in torch's package, which is imported when it is needed."""
-    try:
-        return importlib.import_module(_TORCH[source])
-    except ImportError as error:
-        raise ArgumentError(f"{error}: what torch wrote is read with torch; pip install 'hyper-dcp[torch]'") from error
 
 
 def _check_target(dst: str, *, overwrite: bool) -> None:

@@ -238,11 +238,12 @@ def _by_keys(entry: tuple[StatePath, object]) -> list[tuple[str, int, str]]:
 
 
 def _named(state: Mapping[Any, Any], path: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
-    """The leaves of nested mappings, named by their keys joined by dots."""
+    """The leaves of nested mappings, and of the state of modules in them, named by their keys joined by dots."""
     for key, value in state.items():
         own = (*path, str(key))
-        if isinstance(value, Mapping):
-            yield from _named(value, own)
+        inner = value.state_dict() if callable(getattr(value, "state_dict", None)) else value
+        if isinstance(inner, Mapping):
+            yield from _named(inner, own)
         else:
             yield ".".join(own), value
 
