@@ -16,8 +16,10 @@ nox.options.sessions = ["tests"]
 TORCH = "torch==2.13.0"  # exact: an open range may take another build, of several gigabytes
 MINDSPORE = "mindspore==2.10.0"
 ONE_THREAD_A_RANK = {"OMP_NUM_THREADS": "1"}
-BENCHMARKS = ("engines", "async_save", "shared_reads", "conversions", "plan_scale", "inspect_scale")
-BENCH_PEERS = ("torchsnapshot", "orbax-checkpoint", "torch_checkpointing")
+QUIET_MINDSPORE = {"GLOG_v": "3"}
+MINDSPORE_PAGE = "tests/docs/test_code_blocks.py::test_the_python_blocks_of_a_page_run[docs/how-to/mindspore.md]"
+BENCHMARKS = ("engines", "async_save", "shared_reads", "conversions", "plan_scale", "inspect_scale", "mindspore_files")
+BENCH_PEERS = ("torchsnapshot", "orbax-checkpoint", "torch_checkpointing", MINDSPORE)
 IN_ORDER = ("lint", "types", "docs", "tests_numpy2", "demo", "tests_mindspore", "tests_torch")
 
 
@@ -38,9 +40,17 @@ def demo(session: nox.Session) -> None:
     session.run("python", "docs/examples/demo.py", *session.posargs, env=ONE_THREAD_A_RANK)
 
 
+@nox.session
+def demo_mindspore(session: nox.Session) -> None:
+    """Train with MindSpore on 4 workers, save, and go on in other layouts; `tests_mindspore` runs it, too."""
+    session.install(MINDSPORE, "numpy<2", ".[mindspore]")
+    environment = ONE_THREAD_A_RANK | QUIET_MINDSPORE
+    session.run("python", "docs/examples/demo_mindspore.py", *session.posargs, env=environment)
+
+
 @nox.session(venv_backend="none")
 def tests(session: nox.Session) -> None:
-    """All that CI checks: lint, types, docs, the core on numpy 2, the demo, MindSpore, then everything with torch."""
+    """All that CI checks: lint, types, docs, the core on numpy 2, the demo, MindSpore and its demo, then torch."""
     for name in IN_ORDER:
         session.notify(name)
     session.log(f"runs in this order: {', '.join(IN_ORDER)}")
@@ -55,9 +65,9 @@ def tests_torch(session: nox.Session) -> None:
 
 @nox.session
 def tests_mindspore(session: nox.Session) -> None:
-    """The tests of MindSpore, those with torch in the same process among them; numpy 2 breaks MindSpore."""
+    """The tests of MindSpore, those with torch in the same process, its page and its demo; numpy 2 breaks MindSpore."""
     session.install(TORCH, MINDSPORE, "numpy<2", "-e", ".[dev]")
-    _pytest(session, "-n", "2", "tests/mindspore", DCP_NEEDS_MINDSPORE="1", GLOG_v="3")
+    _pytest(session, "-n", "2", "tests/mindspore", MINDSPORE_PAGE, DCP_NEEDS_MINDSPORE="1", **QUIET_MINDSPORE)
 
 
 @nox.session

@@ -99,6 +99,10 @@ def _refuse_sparse(value: Any) -> None:
         raise UnsupportedValueError(
             f"a {type(value).__name__} has no plain memory; store its indices, values and shape as tensors of their own"
         )
+    if isinstance(value, mindspore.Parameter):  # a MapParameter is a Parameter and no Tensor
+        raise UnsupportedValueError(
+            f"a {type(value).__name__} is a table and no tensor; store the tensors that its export_data() gives"
+        )
 
 
 def _refuse_subclass(value: Any) -> None:

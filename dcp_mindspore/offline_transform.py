@@ -15,14 +15,15 @@ from dcp_core.adapter import Adapter
 from dcp_core.convert import offline
 from dcp_core.convert.shard_sizes import MAX_SHARD_SIZE
 from dcp_core.convert.to_huggingface import ConversionReport, HuggingFaceConversion
+from dcp_core.convert.torch_package import torch_package_module
 from dcp_core.dtype import DType
-from dcp_core.errors import ArgumentError, CorruptError, UnsupportedValueError
-from dcp_core.execution.filesystem import FileSystemReader
+from dcp_core.errors import UnsupportedValueError
 from dcp_core.execution.interfaces import CheckpointId, StorageReader
 from dcp_core.formats.cuts import Cut
 from dcp_core.formats.key_map import KeyMap
 from dcp_core.metadata import Metadata
 from dcp_core.plugins import adapter_named
+from dcp_core.recipes.places import dcp_reader
 
 __all__ = [
     "ConversionReport",
@@ -53,20 +54,8 @@ class _MindSpore:
         return tensor.view(kind)
 
     def load_full(self, path: str) -> Mapping[Any, Any]:
-        try:
-            torch = importlib.import_module("torch")
-        except ImportError as error:
-            raise ArgumentError(
-                f"{path!r}: files of torch.save are read with torch, which is not installed here; install it, or save "
-                "the state as safetensors"
-            ) from error
-        try:
-            state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        except Exception as error:
-            raise CorruptError(f"{path} cannot be read with weights-only safety: {error}") from error
-        if not isinstance(state, Mapping):
-            raise CorruptError(f"{path} holds {type(state).__name__}, not a state: expected a mapping")
-        return state
+        found: Mapping[Any, Any] = torch_package_module("offline_transform").load_full_checkpoint(path)
+        return found
 
 
 _MINDSPORE = _MindSpore()
@@ -86,7 +75,8 @@ def convert_full_checkpoint_to_dcp(
 
     Args:
         src: With "huggingface" a safetensors file, or a directory with `model.safetensors` or an index. With "torch" a
-            file that `torch.save` wrote (read by torch, with weights-only safety), or a safetensors file.
+            file that `torch.save` wrote (read by torch, with weights-only safety), a directory with `pytorch_model.bin`
+            files, or a safetensors file.
         dst: The directory of the new checkpoint.
         src_platform: "huggingface" or "torch".
         key_map: How names change, for safetensors: a prefix that is put before every name, a mapping of regular
@@ -174,7 +164,7 @@ def save_state_dict_as_huggingface_format(
 
     Args:
         dir: The directory. Weights that are there stay until the new ones are written.
-        state_dict: Whole tensors by name; of nested mappings the keys are joined by dots.
+        state_dict: Whole tensors by name; of nested mappings, and of modules in them, the keys are joined by dots.
         max_shard_size: Largest size of a file's tensors, as "5GB" or a number of bytes; a tensor that is larger has a
             file of its own.
         overwrite: False: refuse to replace weights that are there.
@@ -229,7 +219,7 @@ def convert_dcp_to_huggingface(
         ArgumentError: A size, type, name or prefix that makes no sense.
         DcpError: The checkpoint is damaged, or the storage refused. Nothing of the new files is left then.
     """
-    reader = src if isinstance(src, StorageReader) else FileSystemReader(src)
+    reader = src if isinstance(src, StorageReader) else dcp_reader(src)
     name = dtype if dtype is None or isinstance(dtype, str) else str(dtype).rpartition(".")[2].lower()
     conversion = HuggingFaceConversion(
         reader, max_shard_size=max_shard_size, prefix=prefix, dtype=name, key_map=key_map, cuts=cuts

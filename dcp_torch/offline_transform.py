@@ -21,12 +21,12 @@ from dcp_core.convert.to_dcp import convert_to_dcp
 from dcp_core.convert.to_huggingface import ConversionReport, HuggingFaceConversion
 from dcp_core.dtype import DType
 from dcp_core.errors import ArgumentError, CorruptError, IncompleteError, NotFoundError
-from dcp_core.execution.filesystem import FileSystemReader
 from dcp_core.execution.interfaces import CheckpointId, StorageReader
 from dcp_core.formats.cuts import Cut
 from dcp_core.formats.key_map import KeyMap
 from dcp_core.metadata import Metadata
 from dcp_core.plugins import adapter_named
+from dcp_core.recipes.places import dcp_reader
 from dcp_core.storage.base import check_name
 from dcp_torch.elements import dtype_of, tensor_of_bits
 from dcp_torch.torch_dcp import TorchDCPReader
@@ -189,7 +189,7 @@ def save_state_dict_as_huggingface_format(
 
     Args:
         dir: The directory. Weights that are there stay until the new ones are written.
-        state_dict: Whole tensors by name; of nested mappings the keys are joined by dots.
+        state_dict: Whole tensors by name; of nested mappings, and of modules in them, the keys are joined by dots.
         max_shard_size: Largest size of a file's tensors, as "5GB" or a number of bytes; a tensor that is larger has a
             file of its own.
         overwrite: False: refuse to replace weights that are there.
@@ -246,7 +246,7 @@ def convert_dcp_to_huggingface(
         ArgumentError: A size, type, name or prefix that makes no sense.
         DcpError: The checkpoint is damaged, or the storage refused. Nothing of the new files is left then.
     """
-    reader = src if isinstance(src, StorageReader) else FileSystemReader(src)
+    reader = src if isinstance(src, StorageReader) else dcp_reader(src)
     name = dtype_of(dtype).name if isinstance(dtype, torch.dtype) else dtype
     conversion = HuggingFaceConversion(
         reader, max_shard_size=max_shard_size, prefix=prefix, dtype=name, key_map=key_map, cuts=cuts

@@ -7,19 +7,20 @@ What lies at SRC is found out by looking: a checkpoint of this library or of tor
 from __future__ import annotations
 
 import argparse
-import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from dcp_core.cli.sources import FORMATS, open_reader, torch_module
+from dcp_core.cli.sources import FORMATS, open_reader
 from dcp_core.cli.tables import shown_bytes, write_table
-from dcp_core.convert.huggingface_files import INDEX_NAME
+from dcp_core.convert.huggingface_files import INDEX_NAME, refuse_beside_weights
 from dcp_core.convert.shard_sizes import MAX_SHARD_SIZE
 from dcp_core.convert.to_dcp import convert_to_dcp, stored_nbytes
 from dcp_core.convert.to_huggingface import HuggingFaceConversion
-from dcp_core.errors import ArgumentError
-from dcp_core.execution.filesystem import local_path
+from dcp_core.convert.torch_package import torch_package_module
+from dcp_core.errors import ArgumentError, DcpError
+from dcp_core.file_names import METADATA_NAME
 from dcp_core.inspection.detection import checkpoint_format
+from dcp_core.recipes.places import storage_at
 from dcp_core.recipes.stored_source import StoredSource
 
 _SHOWN_SKIPPED = 20
@@ -74,6 +75,7 @@ def _to_huggingface(arguments: argparse.Namespace, source: str) -> int:
         rows = [(name, str(len(inside)), shown_bytes(sum(t.nbytes for t in inside))) for name, inside in files]
         write_table(("would write", "tensors", "bytes"), rows + [(INDEX_NAME, "", "")] * (len(files) > 1))
         _write_skipped([(entry.name, entry.reason) for entry in conversion.plan.skipped])
+        _write_objection(lambda: conversion.check_target(arguments.dst, overwrite=arguments.overwrite))
         return 0
     report = conversion.run(arguments.dst, overwrite=arguments.overwrite, durable=not arguments.not_durable)
     sys.stdout.write(f"wrote {report.tensors} tensors, {shown_bytes(report.nbytes)}, to {arguments.dst}\n")
@@ -86,13 +88,13 @@ def _to_dcp(arguments: argparse.Namespace, source: str) -> int:
         raise ArgumentError("--prefix, --dtype and --max-shard-size belong to --to hf")
     if arguments.rename and source != "huggingface":
         raise ArgumentError("--rename with --to dcp is for safetensors; other checkpoints keep their names")
-    if not arguments.dry_run and not arguments.overwrite and _is_taken(arguments.dst):
-        raise ArgumentError(f"there is a checkpoint at {arguments.dst!r}; choose another place, or pass --overwrite")
+    if not arguments.dry_run:
+        _check_target(arguments.dst, overwrite=arguments.overwrite)
     durable = not arguments.not_durable
     if source == "torch":
         if arguments.dry_run:
             raise ArgumentError("--dry-run cannot look into files of torch.save without reading them")
-        module = torch_module(source)
+        module = torch_package_module("offline_transform")
         module.convert_full_checkpoint_to_dcp(arguments.src, arguments.dst, "torch", durable=durable)
         sys.stdout.write(f"wrote {arguments.dst}\n")
         return 0
@@ -108,14 +110,26 @@ def _to_dcp(arguments: argparse.Namespace, source: str) -> int:
         rows += [(entry.name, "value", "", "") for entry in opened.objects()]
         write_table(("would write", "type", "shape", "bytes"), rows)
         sys.stdout.write(f"{len(tensors)} tensors, {shown_bytes(sum(map(stored_nbytes, tensors)))}\n")
+        _write_objection(lambda: _check_target(arguments.dst, overwrite=arguments.overwrite))
         return 0
     metadata = convert_to_dcp(reader, arguments.dst, durable=durable)
     sys.stdout.write(f"wrote {len(metadata.state_dict_metadata)} tensors and values to {arguments.dst}\n")
     return 0
 
 
-def _is_taken(dst: str) -> bool:
-    return os.path.exists(os.path.join(local_path(dst), ".metadata"))
+def _check_target(dst: str, *, overwrite: bool) -> None:
+    storage = storage_at(dst)
+    if not overwrite and storage.exists(METADATA_NAME):
+        raise ArgumentError(f"there is a checkpoint at {dst!r}; choose another place, or pass --overwrite")
+    refuse_beside_weights(storage)
+
+
+def _write_objection(check: Callable[[], object]) -> None:
+    """After a dry run, say what the conversion would refuse."""
+    try:
+        check()
+    except DcpError as error:
+        sys.stdout.write(f"as it is, this would be refused: {error}\n")
 
 
 def _write_skipped(skipped: Sequence[tuple[str, str]]) -> None:

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
-
+from dcp_core.convert.torch_package import torch_package_module
 from dcp_core.errors import ArgumentError
-from dcp_core.execution.filesystem import FileSystemReader
-from dcp_core.execution.huggingface import HuggingFaceReader
 from dcp_core.execution.interfaces import StorageReader
-from dcp_core.plugins import open_storage
+from dcp_core.recipes.places import dcp_reader, huggingface_reader
 
 FORMATS = ("dcp", "torch-dcp", "huggingface", "torch")
-
-_TORCH = {"torch-dcp": "dcp_torch.torch_dcp", "torch": "dcp_torch.offline_transform"}
 
 
 def open_reader(src: str, source: str, key_map: dict[str, str] | None = None) -> StorageReader:
@@ -28,18 +22,10 @@ def open_reader(src: str, source: str, key_map: dict[str, str] | None = None) ->
         ArgumentError: A file of `torch.save`; or a format of torch's, and torch is not installed.
     """
     if source == "dcp":
-        return FileSystemReader(src, open_url=open_storage)
+        return dcp_reader(src)
     if source == "huggingface":
-        return HuggingFaceReader(src, key_map=key_map)
+        return huggingface_reader(src, key_map=key_map)
     if source == "torch-dcp":
-        reader: StorageReader = torch_module(source).TorchDCPReader(src)
+        reader: StorageReader = torch_package_module("torch_dcp").TorchDCPReader(src)
         return reader
     raise ArgumentError(f"{src!r} is a file of torch.save, which is read as a whole: `dcp convert --to dcp` it first")
-
-
-def torch_module(source: str) -> Any:
-    """What reads torch's formats lies in torch's package, which is imported when it is needed."""
-    try:
-        return importlib.import_module(_TORCH[source])
-    except ImportError as error:
-        raise ArgumentError(f"{error}: what torch wrote is read with torch; pip install 'hyper-dcp[torch]'") from error

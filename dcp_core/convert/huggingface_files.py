@@ -7,6 +7,7 @@ names until all of them are there; the index comes last, so that what is not com
 from __future__ import annotations
 
 import json
+import logging
 import re
 import secrets
 import struct
@@ -21,6 +22,7 @@ from dcp_core.errors import ArgumentError, DcpError, NotFoundError, PlanningErro
 from dcp_core.execution.planner_answers import Bits
 from dcp_core.execution.write_runs import Run
 from dcp_core.execution.write_stream import FileStream
+from dcp_core.file_names import METADATA_NAME
 from dcp_core.formats.safetensors_file import MAX_HEADER_BYTES
 from dcp_core.planning.leaves import DeviceBits, DeviceTransfers
 from dcp_core.storage.base import Storage, WriteHandle
@@ -30,11 +32,17 @@ INDEX_NAME = "model.safetensors.index.json"
 STALE_SECONDS = 3600.0
 """Temporary files that nobody has written to for so long are left over from a conversion that was killed."""
 
+_LOG = logging.getLogger("dcp.convert")
 _WEIGHTS = re.compile(r"model(?:-\d{5,}-of-\d{5,})?\.safetensors")
 _TEMPORARY = re.compile(r"\.model.*\.[0-9a-f]{16}\.tmp")
 _HEADER = '{"__metadata__":{"format":"pt"}'
 _PAIRS_OF_F4 = "float4_e2m1fn_x2"
 _ALIGNMENT = 8
+_TYPE_ORDER = (
+    "U64", "I64", "F64", "C64", "F32", "U32", "I32", "BF16", "F16", "U16", "I16", "F8_E5M2FNUZ", "F8_E4M3FNUZ",
+    "F8_E8M0", "F8_E4M3", "F8_E5M2", "I8", "U8", "F4", "BOOL",
+)  # fmt: skip
+_TYPE_RANK = {file_dtype: rank for rank, file_dtype in enumerate(_TYPE_ORDER)}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -99,9 +107,10 @@ def write_directory(
 
     Raises:
         ArgumentError: There are weights, and `overwrite` is False.
-        DcpError: Nothing of the new files is left then.
+        DcpError: Nothing of the new files is left then, unless it is the last step, replacing files of the same names,
+            that failed: what is written keeps its temporary names then.
     """
-    named = list(zip(shard_names(len(files)), map(_aligned, files), strict=True))
+    named = list(zip(shard_names(len(files)), map(_in_file_order, files), strict=True))
     headers = [_header(tensors) for _, tensors in named]
     storage.prepare()
     old = existing_weights(storage)
@@ -119,11 +128,21 @@ def write_directory(
             storage.write_file(written[INDEX_NAME], index_text(named).encode(), durable=durable)
         _publish(storage, written, old, durable=durable)
     except BaseException:
-        for temporary in written.values():
-            with suppress(DcpError):
-                storage.remove(temporary)
+        _clean_up(storage, written, old)
         raise
     return tuple(written)
+
+
+def _clean_up(storage: Storage, written: dict[str, str], old: Sequence[str]) -> None:
+    """Remove new files that have no names yet, unless old ones went for them: then they are the only ones."""
+    with suppress(DcpError):
+        gone = set(old) - set(storage.list())
+        for name, temporary in written.items():
+            if not gone:
+                with suppress(DcpError):
+                    storage.remove(temporary)
+            elif storage.size(temporary) is not None:
+                _LOG.error("%s is written, as %s in %s; it did not get its name", name, temporary, storage.describe())
 
 
 def existing_weights(storage: Storage) -> list[str]:
@@ -136,15 +155,34 @@ def existing_weights(storage: Storage) -> list[str]:
 
 
 def refuse_overwriting(storage: Storage, old: Sequence[str], overwrite: bool) -> None:
-    """Refuse to replace weights by mistake.
+    """Refuse to replace weights by mistake, or to put weights beside a sharded checkpoint.
 
     Raises:
-        ArgumentError: There are some, and they may not go.
+        ArgumentError: There are some, and they may not go; or there is such a checkpoint.
     """
     if old and not overwrite:
         raise ArgumentError(
             f"{storage.describe()} holds weights already ({', '.join(old[:4])}{', ...' if len(old) > 4 else ''}); "
-            "choose another directory, or pass overwrite=True to replace them"
+            "choose another directory, or pass overwrite=True (--overwrite) to replace them"
+        )
+    if storage.exists(METADATA_NAME):
+        raise ArgumentError(
+            f"{storage.describe()} holds a sharded checkpoint ({METADATA_NAME}), beside which nobody could tell what "
+            "the directory is; choose another directory"
+        )
+
+
+def refuse_beside_weights(storage: Storage) -> None:
+    """Refuse to put a checkpoint beside the weights of a Hugging Face directory.
+
+    Raises:
+        ArgumentError: There are some.
+    """
+    old = existing_weights(storage)
+    if old:
+        raise ArgumentError(
+            f"{storage.describe()} holds {old[0]}, beside which nobody could tell what the directory is; choose "
+            "another directory for the checkpoint"
         )
 
 
@@ -173,8 +211,8 @@ def _publish(storage: Storage, written: dict[str, str], old: Sequence[str], *, d
         if any(name in old for name in shards):
             _put_aside(storage, old, aside, durable=durable)
         for name in shards:
-            storage.publish(written[name], name)
             published.append(name)
+            storage.publish(written[name], name)
         if shards and durable:
             storage.sync()
         storage.publish(written[final], final)
@@ -199,17 +237,24 @@ def _put_aside(storage: Storage, old: Sequence[str], aside: dict[str, str], *, d
     """Give old weights other names, written down in `aside`; the index goes first."""
     mark = secrets.token_hex(8)
     for name in sorted(old, key=lambda name: name != INDEX_NAME):
-        storage.publish(name, f".{name}.{mark}.old")
         aside[name] = f".{name}.{mark}.old"
+        storage.publish(name, aside[name])
         if name == INDEX_NAME and durable:
             storage.sync()
     if durable:
         storage.sync()
 
 
-def _aligned(tensors: Sequence[FileTensor]) -> list[FileTensor]:
-    """The tensors of a file, larger elements first, as safetensors has them: then all are aligned."""
-    return sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)
+def _in_file_order(tensors: Sequence[FileTensor]) -> list[FileTensor]:
+    """The tensors of a file as safetensors' own writer orders them: by type, larger elements first, then by name.
+
+    So all are aligned, and the same tensors make the same file.
+    """
+
+    def place(tensor: FileTensor) -> tuple[int, str]:
+        return _TYPE_RANK[file_type(tensor.name, tensor.dtype, tensor.shape)[0]], tensor.name
+
+    return sorted(tensors, key=place)
 
 
 def _write_file(

@@ -19,7 +19,13 @@ from dcp_core import api
 from dcp_core.adapter import Adapter, AdapterSet
 from dcp_core.arrays import NumpyAdapter
 from dcp_core.box import Box
-from dcp_core.convert.huggingface_files import FileTensor, check_names, file_type, write_directory
+from dcp_core.convert.huggingface_files import (
+    FileTensor,
+    check_names,
+    file_type,
+    refuse_beside_weights,
+    write_directory,
+)
 from dcp_core.convert.huggingface_plan import Skipped, choose_tied
 from dcp_core.convert.lazy_tensors import AloneAdapter
 from dcp_core.convert.progress import Advance, progress_bar
@@ -28,8 +34,7 @@ from dcp_core.convert.to_dcp import containers_of, convert_to_dcp, stored_nbytes
 from dcp_core.convert.to_huggingface import ConversionReport, log_skipped
 from dcp_core.dtype import DType
 from dcp_core.errors import ArgumentError, UnsupportedValueError
-from dcp_core.execution.filesystem import FileSystemReader, local_path
-from dcp_core.execution.huggingface import HuggingFaceReader
+from dcp_core.execution.filesystem import local_path
 from dcp_core.execution.interfaces import CheckpointId, StorageReader
 from dcp_core.execution.planner_answers import Bits
 from dcp_core.formats.cuts import Cut
@@ -40,10 +45,10 @@ from dcp_core.planning.leaves import DeviceBits, LocalTensor
 from dcp_core.planning.standard_save import StandardSavePlanner
 from dcp_core.planning.write_columns import PlannedChunk
 from dcp_core.plugins import activate_codecs
+from dcp_core.recipes.places import dcp_reader, huggingface_reader, storage_at
 from dcp_core.recipes.stored_source import PieceRequest, StoredSource, place_of
 from dcp_core.state_nest import rebuild
 from dcp_core.state_path import StatePath
-from dcp_core.storage.local import LocalStorage
 
 PLATFORMS = ("huggingface", "torch")
 BATCH_BYTES = 256 << 20
@@ -81,13 +86,13 @@ def convert_full_checkpoint_to_dcp(
     """Convert a full checkpoint; see `dcp_torch.offline_transform`."""
     if src_platform not in PLATFORMS:
         raise ArgumentError(f"src_platform={src_platform!r}: expected one of {', '.join(map(repr, PLATFORMS))}")
-    path = local_path(src)
-    if src_platform == "huggingface" or path.endswith(".safetensors"):
-        reader = HuggingFaceReader(src, key_map=key_map, cuts=cuts)
+    if src_platform == "huggingface" or str(src).endswith(".safetensors"):
+        reader = huggingface_reader(src, key_map=key_map, cuts=cuts)
         return convert_to_dcp(reader, dst, durable=durable, progress=progress)
     if key_map is not None or cuts is not None:
         raise ArgumentError("key_map and cuts are for safetensors; change the names of a torch state in memory")
-    return full_state_dict_to_dcp_format(framework, framework.load_full(path), dst, durable=durable, progress=progress)
+    state = framework.load_full(local_path(src))
+    return full_state_dict_to_dcp_format(framework, state, dst, durable=durable, progress=progress)
 
 
 def full_state_dict_to_dcp_format(
@@ -99,6 +104,7 @@ def full_state_dict_to_dcp_format(
     progress: bool | None = None,
 ) -> Metadata:
     """Save a full state by this process alone; see `dcp_torch.offline_transform`."""
+    refuse_beside_weights(storage_at(dst))
     with _WatchedPlanner(progress) as planner:
         return api.save(
             state_dict,
@@ -140,7 +146,7 @@ def dcp_to_full_state_dict(
 ) -> Any:
     """Load everything, nested as it was saved; see `dcp_torch.offline_transform`."""
     activate_codecs()
-    reader = src if isinstance(src, StorageReader) else FileSystemReader(src)
+    reader = src if isinstance(src, StorageReader) else dcp_reader(src)
     source = StoredSource(reader, verify=True)
     leaves: dict[StatePath, object] = {}
     for entry in source.objects():
@@ -154,7 +160,7 @@ def parse_checkpoint_from_huggingface(
     framework: OfflineFramework, path: CheckpointId, *, progress: bool | None = None
 ) -> dict[str, Any]:
     """Load all tensors of safetensors files; see `dcp_torch.offline_transform`."""
-    source = StoredSource(HuggingFaceReader(path))
+    source = StoredSource(huggingface_reader(path))
     names = [tensor.name for tensor in source.tensors()]
     return dict(zip(names, _whole(framework, source, progress), strict=True))
 
@@ -188,7 +194,7 @@ def save_state_dict_as_huggingface_format(
     kept, tied = _without_ties(local)
     tensors = [_file_tensor(name, local[name]) for name in kept]
     files = [[tensors[at] for at in positions] for positions in share_out([t.nbytes for t in tensors], limit)]
-    storage = LocalStorage(local_path(directory))
+    storage = storage_at(directory)
     with progress_bar("write", sum(tensor.nbytes for tensor in tensors), progress) as advance:
         watched = [[_watched(tensor, advance) for tensor in inside] for inside in files]
         written = write_directory(storage, watched, overwrite=overwrite, durable=durable)
@@ -232,11 +238,12 @@ def _by_keys(entry: tuple[StatePath, object]) -> list[tuple[str, int, str]]:
 
 
 def _named(state: Mapping[Any, Any], path: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
-    """The leaves of nested mappings, named by their keys joined by dots."""
+    """The leaves of nested mappings, and of the state of modules in them, named by their keys joined by dots."""
     for key, value in state.items():
         own = (*path, str(key))
-        if isinstance(value, Mapping):
-            yield from _named(value, own)
+        inner = value.state_dict() if callable(getattr(value, "state_dict", None)) else value
+        if isinstance(inner, Mapping):
+            yield from _named(inner, own)
         else:
             yield ".".join(own), value
 

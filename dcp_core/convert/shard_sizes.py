@@ -46,10 +46,9 @@ def parse_shard_size(size: int | str) -> int:
 
 
 def share_out(nbytes: Sequence[int], limit: int) -> list[list[int]]:
-    """Which tensors share a file: in order, each file as full as the limit allows.
+    """Which tensors share a file: in order, each file as full as the limit allows, as `save_pretrained` does it.
 
-    A tensor larger than the limit has a file of its own, which comes where the tensor stands; those around it may
-    share one.
+    A tensor larger than the limit has a file of its own; those around it may share one, which comes after it.
 
     Args:
         nbytes: Bytes of each tensor.
@@ -59,18 +58,18 @@ def share_out(nbytes: Sequence[int], limit: int) -> list[list[int]]:
         Positions of the tensors of each file; one empty file where there are no tensors.
 
     >>> share_out([6, 6, 2, 11, 2, 2], 10)
-    [[0], [1, 2, 4], [3], [5]]
+    [[0], [3], [1, 2, 4], [5]]
     """
     files: list[list[int]] = []
-    current: list[int] | None = None
+    current: list[int] = []
     room = limit
     for position, size in enumerate(nbytes):
         if size > limit:
             files.append([position])
             continue
-        if current is None or size > room:
-            current, room = [], limit
+        if size > room:
             files.append(current)
+            current, room = [], limit
         current.append(position)
         room -= size
-    return files or [[]]
+    return [*files, current] if current or not files else files

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dcp_core import api
+from dcp_core.convert.huggingface_files import refuse_beside_weights
 from dcp_core.convert.lazy_tensors import ConversionAdapter, LazyTensor, ReadAhead
 from dcp_core.convert.progress import progress_bar
 from dcp_core.execution.interfaces import CheckpointId, StorageReader, StorageWriter
@@ -17,6 +18,7 @@ from dcp_core.formats.objects import decode_value
 from dcp_core.metadata import Metadata, StoredTensor
 from dcp_core.planning.standard_save import StandardSavePlanner
 from dcp_core.plugins import activate_codecs
+from dcp_core.recipes.places import storage_at
 from dcp_core.recipes.stored_source import StoredSource
 from dcp_core.state_nest import rebuild
 from dcp_core.state_path import StatePath, decode_path
@@ -45,8 +47,11 @@ def convert_to_dcp(
         The description of the new checkpoint.
 
     Raises:
+        ArgumentError: There are weights of a Hugging Face directory at `dst`.
         DcpError: Nothing is changed at `dst` then.
     """
+    if storage_writer is None:
+        refuse_beside_weights(storage_at(dst))
     activate_codecs()
     source = StoredSource(reader)
     tensors = source.tensors()

@@ -26,13 +26,12 @@ from dcp_core.convert.huggingface_plan import (
 from dcp_core.convert.lazy_tensors import LazyTensor, ReadAhead
 from dcp_core.convert.progress import progress_bar
 from dcp_core.convert.shard_sizes import MAX_SHARD_SIZE, parse_shard_size
-from dcp_core.execution.filesystem import local_path
 from dcp_core.execution.interfaces import CheckpointId, StorageReader
 from dcp_core.formats.cuts import Cut
 from dcp_core.formats.key_map import KeyMap
+from dcp_core.recipes.places import storage_at
 from dcp_core.recipes.stored_source import StoredSource
 from dcp_core.storage.base import Storage
-from dcp_core.storage.local import LocalStorage
 
 _LOG = logging.getLogger("dcp.convert")
 _SHOWN = 10
@@ -103,6 +102,16 @@ class HuggingFaceConversion:
             for name, positions in zip(names, self.plan.files, strict=True)
         ]  # fmt: skip
 
+    def check_target(self, dst: CheckpointId | Storage, *, overwrite: bool = False) -> Storage:
+        """See whether a directory may be written, and give its storage. Nothing is written.
+
+        Raises:
+            ArgumentError: It may not; see `refuse_overwriting`.
+        """
+        storage = storage_at(dst)
+        refuse_overwriting(storage, existing_weights(storage), overwrite)
+        return storage
+
     def run(
         self,
         dst: CheckpointId | Storage,
@@ -122,8 +131,7 @@ class HuggingFaceConversion:
         Raises:
             DcpError: Nothing of the new files is left then.
         """
-        storage = dst if isinstance(dst, Storage) else LocalStorage(local_path(dst))
-        refuse_overwriting(storage, existing_weights(storage), overwrite)
+        storage = self.check_target(dst, overwrite=overwrite)
         with (
             progress_bar("convert", self.plan.nbytes, progress) as advance,
             ReadAhead(self._source, advance) as ahead,

@@ -60,6 +60,16 @@ _WORD = (1 << 64) - 1
 _NOWHERE = "where is the checkpoint? Pass checkpoint_id, or a storage object that was given a path"
 
 
+def is_other_url(checkpoint_id: CheckpointId) -> bool:
+    """Whether this is a URL, and none of a file.
+
+    >>> is_other_url("memory://a"), is_other_url("file:///a"), is_other_url("/a")
+    (True, False, False)
+    """
+    match = _SCHEME.match(checkpoint_id) if isinstance(checkpoint_id, str) else None
+    return match is not None and match[1].lower() != "file"
+
+
 def local_path(checkpoint_id: CheckpointId) -> str:
     """Turn what names a checkpoint into a path.
 
@@ -96,19 +106,6 @@ def local_path(checkpoint_id: CheckpointId) -> str:
     if "\0" in decoded:
         raise ArgumentError(f"checkpoint_id {path!r} is no path of a directory")
     return decoded
-
-
-def storage_of(checkpoint_id: CheckpointId, open_url: OpenUrl | None = None) -> Storage:
-    """Open the directory that a path or a URL names; it need not exist.
-
-    Args:
-        checkpoint_id: A path or a URL.
-        open_url: Makes storages of URLs that name no file; without it they are refused.
-
-    Raises:
-        ArgumentError: It names nothing that is known.
-    """
-    return FileSystemReader(checkpoint_id, open_url=open_url)._directory.storage
 
 
 def file_columns(results: Sequence[WriteResult]) -> FileColumns:
@@ -164,8 +161,7 @@ class _Directory:
 
     def _opened(self, checkpoint_id: CheckpointId) -> Storage | None:
         """The storage of a URL that is none of a file; None for a path, and where nobody knows the scheme."""
-        match = _SCHEME.match(checkpoint_id) if isinstance(checkpoint_id, str) else None
-        if self._open_url is None or match is None or match[1].lower() == "file":
+        if self._open_url is None or not is_other_url(checkpoint_id):
             return None
         return self._open_url(str(checkpoint_id))
 

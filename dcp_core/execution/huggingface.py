@@ -6,6 +6,7 @@ engine that reads our own files. Nothing in these files says whether their bytes
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -14,9 +15,10 @@ from contextlib import AbstractContextManager, nullcontext
 import numpy as np
 from xxhash import xxh3_64_hexdigest, xxh3_128_digest
 
+from dcp_core.dtype import DTYPES, Kind
 from dcp_core.errors import ArgumentError, CorruptError, IncompleteError, NotFoundError
-from dcp_core.execution.filesystem import FileSystemReader, local_path
-from dcp_core.execution.interfaces import CheckpointId
+from dcp_core.execution.filesystem import FileSystemReader, OpenUrl, is_other_url, local_path
+from dcp_core.execution.interfaces import CheckpointId, Plan
 from dcp_core.formats.cuts import Cut, Joined, Narrowed, Selected, Stacked
 from dcp_core.formats.huggingface_directory import (
     INDEX_SUFFIX,
@@ -35,12 +37,19 @@ from dcp_core.formats.huggingface_source import HuggingFaceSource
 from dcp_core.formats.key_map import KeyMap, key_function, key_map_text
 from dcp_core.formats.safetensors_parser import header_nbytes
 from dcp_core.metadata import Metadata, SaveRecord, StoredObject
+from dcp_core.planning.load_plan import LoadPlan
 from dcp_core.planning.tiling import check_tiling
 from dcp_core.storage.base import Storage, check_name
 
 __all__ = ["HuggingFaceReader", "Joined", "Narrowed", "Selected", "Stacked"]
 
+_LOG = logging.getLogger("dcp.execution")
 _HEADERS_AT_ONCE = 8
+_NAMES_SHOWN = 8
+_SCALES = ("_scale_inv", "_scale")
+_IS_FLOAT8 = np.isin(
+    np.arange(256), [dtype.code for dtype in DTYPES if dtype.kind is Kind.FLOAT and dtype.itemsize == 1]
+)
 
 
 class HuggingFaceReader(FileSystemReader):
@@ -60,6 +69,7 @@ class HuggingFaceReader(FileSystemReader):
             `Stacked`, `Narrowed` or `Selected`, over names as they are in the files, or one such name. What is named
             here takes the place of what `key_map` would give that name.
         storage: A storage to use instead of `path`.
+        open_url: Makes storages of URLs that name no file; without it they are refused.
 
     Raises:
         ArgumentError: A key map or a cut that is none.
@@ -72,12 +82,14 @@ class HuggingFaceReader(FileSystemReader):
         key_map: KeyMap | None = None,
         cuts: Mapping[str, Cut] | None = None,
         storage: Storage | None = None,
+        open_url: OpenUrl | None = None,
     ) -> None:
         directory, self._chosen = split_path(path)
-        super().__init__(directory, storage=storage)
+        super().__init__(directory, storage=storage, open_url=open_url)
         key_function(key_map)
         self._key_map = key_map
         self._cuts = _checked(cuts or {})
+        self._warned: set[str] = set()
 
     def initialize_reader(self, checkpoint_id: CheckpointId | None = None) -> None:
         """Point the reader at a directory or a file; None keeps the one that it was made with."""
@@ -109,6 +121,19 @@ class HuggingFaceReader(FileSystemReader):
             )
         return self._described(files)
 
+    def optimize_local_plan(self, plan: Plan) -> Plan:
+        """The plan as it is; a warning where numbers mean nothing without the scales that lie beside them."""
+        if isinstance(plan, LoadPlan) and self._metadata is not None and self._context.rank == 0:
+            new = [name for name in _unscaled(plan, self._metadata) if name not in self._warned]
+            if new:
+                self._warned.update(new)
+                _LOG.warning(
+                    "%d tensors of 8-bit floats become other types, but the scales beside them are not applied: load "
+                    "and apply them, or take weights that are not quantised: %s",
+                    len(new), new[:_NAMES_SHOWN],
+                )  # fmt: skip
+        return plan
+
     def encode_metadata(self, metadata: Metadata) -> bytes:
         """What the headers say, as bytes for the other ranks."""
         source = metadata.source
@@ -137,10 +162,24 @@ def split_path(path: CheckpointId | None) -> tuple[CheckpointId | None, str | No
     """A directory, and the one file of it that is meant: a safetensors file or an index; None for all of it."""
     if path is None:
         return None, None
+    if is_other_url(path):
+        directory, _, name = str(path).rpartition("/")
+        return (directory, name) if name.endswith((SUFFIX, INDEX_SUFFIX)) else (path, None)
     local = local_path(path)
-    if local.endswith((SUFFIX, INDEX_SUFFIX)) and not os.path.isdir(local):
+    if os.path.isfile(local) or (local.endswith((SUFFIX, INDEX_SUFFIX)) and not os.path.isdir(local)):
         return os.path.dirname(local) or ".", os.path.basename(local)
     return path, None
+
+
+def _unscaled(plan: LoadPlan, metadata: Metadata) -> list[str]:
+    """Stored tensors of 8-bit floats that a plan converts, while it leaves their scales where they are."""
+    wanted = plan.wanted
+    rows = np.flatnonzero((wanted.dtype != wanted.stored_dtype) & _IS_FLOAT8[wanted.stored_dtype]).tolist()
+    if not rows:
+        return []
+    loaded, there = set(wanted.stored_names), set(metadata.source.names())
+    names = dict.fromkeys(wanted.stored_names[row] for row in rows)
+    return [name for name in names if any(name + end in there - loaded for end in _SCALES)]
 
 
 def _checked(cuts: Mapping[str, Cut]) -> dict[str, Cut]:

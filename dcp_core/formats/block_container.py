@@ -182,7 +182,7 @@ class BlockContainer:
                 raise CorruptError(
                     f"{self.file_name} is a pickle, which is never opened: it was written by "
                     "torch.distributed.checkpoint, or is another pickle, which this version does not read; load it "
-                    "with torch.distributed.checkpoint.load, and save it anew with dcp"
+                    "with dcp_torch.TorchDCPReader, or torch.distributed.checkpoint.load, and save it anew with dcp"
                 )
             raise CorruptError(
                 f"{self.file_name} was not written by this library, or its first bytes are broken; {_REMEDY}"

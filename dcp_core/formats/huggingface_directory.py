@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 from dcp_core.errors import ArgumentError, CorruptError, IncompleteError, NotFoundError
@@ -22,9 +23,10 @@ INDEX_FILE = "model.safetensors.index.json"
 MAX_INDEX_BYTES = 100_000_000
 """As long as a header of safetensors may be."""
 
+_NUMBERED = re.compile(r"(?!shard-)(.*)-(\d{5,})-of-(\d{5,})\.safetensors")
 _SHARDING_NOTE = "DCP_SHARDING_INFO"
-_NUMBERED = re.compile(r"(?!shard-)(.+)-(\d{5})-of-(\d{5})\.safetensors")
 _LARGEST = 1 << 62
+_SHOWN = 8
 _MAX_NDIM = 64
 
 
@@ -59,8 +61,8 @@ def choose_files(names: Collection[str], where: str) -> str | tuple[str, ...]:
 
     Raises:
         NotFoundError: There are no safetensors files.
-        IncompleteError: There is no index, and files are missing by the numbers in the names of the others.
         ArgumentError: Several things are there, each of which may be meant.
+        IncompleteError: There is no index, and files of a numbered series are missing.
     """
     indices = sorted(name for name in names if name.endswith(INDEX_SUFFIX))
     if MODEL_FILE in names and INDEX_FILE not in names:
@@ -73,27 +75,35 @@ def choose_files(names: Collection[str], where: str) -> str | tuple[str, ...]:
         return indices[0]
     files = tuple(sorted(name for name in names if name.endswith(SUFFIX)))
     if ".metadata" in names and all(name.startswith("_rank") for name in files):
-        raise ArgumentError(f"{where} holds a checkpoint of this library; load it without HuggingFaceReader")
+        how = "load it without HuggingFaceReader"
+        if not files:
+            how += ", or with TorchDCPReader if torch.distributed.checkpoint wrote it"
+        raise ArgumentError(f"{where} holds a sharded checkpoint (.metadata), and no Hugging Face files; {how}")
     if not files:
         raise NotFoundError(
             f"there are no safetensors files in {where}: check the path (and convert pytorch_model.bin and the like to "
             "safetensors)"
         )
-    _check_numbers(files, where)
+    _check_series(files, where)
     return files
 
 
-def _check_numbers(files: Sequence[str], where: str) -> None:
-    """Refuse numbered files of which some are missing, where no index says what there should be."""
-    found: dict[tuple[str, int], set[int]] = {}
-    for match in filter(None, map(_NUMBERED.fullmatch, files)):
-        found.setdefault((match[1], int(match[3])), set()).add(int(match[2]))
-    for (stem, total), numbers in found.items():
-        missing = next((number for number in range(1, total + 1) if number not in numbers), None)
-        if missing is not None:
+def _check_series(files: Sequence[str], where: str) -> None:
+    """Refuse a part of a series such as `model-00001-of-00003.safetensors`, as a copy that was interrupted leaves it.
+
+    Of the files that torch's ranks write ("shard-..."), not every number needs to be there.
+    """
+    series: dict[tuple[str, int], set[int]] = {}
+    for name in files:
+        if match := _NUMBERED.fullmatch(name):
+            series.setdefault((match[1], int(match[3])), set()).add(int(match[2]))
+    for (start, count), numbers in series.items():
+        missing = list(islice((number for number in range(1, count + 1) if number not in numbers), _SHOWN))
+        if missing:
+            shown = ", ".join([*map(str, missing), "..."] if len(missing) == _SHOWN else map(str, missing))
             raise IncompleteError(
-                f"{where} has no index, and {len(numbers)} files {stem}-*-of-{total:05d}{SUFFIX}, but not number "
-                f"{missing}: a download or conversion was not finished; make it again"
+                f"{where} has {len(numbers)} of the {count} files {start}-NNNNN-of-{count:05d}{SUFFIX}, and no index; "
+                f"missing are {shown}: restore them, or pass the path of the one file to read"
             )
 
 

@@ -53,6 +53,8 @@ class HuggingFaceSource(ColumnsSource):
 
     Attributes:
         described: The files.
+        unusable: Tensors, with their types, that the key map keeps, and that no framework has a type for. They cannot
+            be loaded.
 
     Raises:
         CorruptError: Headers contradict each other.
@@ -64,6 +66,8 @@ class HuggingFaceSource(ColumnsSource):
     def __init__(self, files: Sequence[SafetensorsFile], key_map: KeyMap | None, cuts: Mapping[str, Cut]) -> None:
         self.described = tuple(files)
         stored = _StoredTensors(files)
+        kept = sorted(map_keys(key_map, stored.unusable).values())
+        self.unusable = tuple(f"{name} ({stored.unusable[name]})" for name in kept)
         layouts = {new: stored.layout(old) for new, old in map_keys(key_map, stored.names).items() if new not in cuts}
         layouts |= {key: lay_out(cut, key, partial(stored.part, key=key)) for key, cut in cuts.items()}
         save = SaveRecord(xxh3_128_hexdigest(encode_files(files)), "")
@@ -76,16 +80,16 @@ class _StoredTensors:
     def __init__(self, files: Sequence[SafetensorsFile]) -> None:
         self._files = files
         self._places: dict[str, list[tuple[int, StoredArray]]] = {}
-        unusable: set[str] = set()
+        self.unusable: dict[str, str] = {}
         for row, file in enumerate(files):
             for array in file.arrays:
                 if elements_of(array) is None:
-                    unusable.add(f"{array.key} ({array.file_dtype})")
+                    self.unusable[array.key] = array.file_dtype
                 else:
                     self._places.setdefault(array.key, []).append((row, array))
-        if unusable:
-            shown = ", ".join(sorted(unusable)[:_NAMES_SHOWN])
-            _log.warning("%d tensors have types that cannot be loaded, and are left out: %s", len(unusable), shown)
+        if self.unusable:
+            shown = ", ".join([f"{name} ({kind})" for name, kind in sorted(self.unusable.items())][:_NAMES_SHOWN])
+            _log.warning("%d tensors have types that cannot be loaded, and are left out: %s", len(self.unusable), shown)
         self.layout = lru_cache(maxsize=None)(self._lay_out)
 
     @property

@@ -1,13 +1,12 @@
-"""Tells what kind of checkpoint lies at a path, by the names of files and the first bytes of a `.metadata`."""
+"""Tells what kind of checkpoint lies at a place, by the names of files and the first bytes of a `.metadata`."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from urllib.parse import urlsplit
 
-from dcp_core.errors import ArgumentError
-from dcp_core.execution.filesystem import local_path
+from dcp_core.errors import ArgumentError, DcpError, NotFoundError
+from dcp_core.execution.filesystem import is_other_url, local_path
 from dcp_core.execution.interfaces import CheckpointId
 from dcp_core.file_names import (
     INTENT_PREFIX,
@@ -17,13 +16,18 @@ from dcp_core.file_names import (
     parse_rank_metadata_name,
 )
 from dcp_core.formats.block_container import FIRST_READ_NBYTES, foreign_kind
+from dcp_core.recipes.places import storage_at
+from dcp_core.storage.base import Storage
 from dcp_core.storage.leftovers import parse_temporary_name
 
 _SAFETENSORS = (".safetensors", ".safetensors.index.json")
+_TORCH = (".bin", ".pt", ".pth")
+_EXPECTED = "expected .metadata, or *.safetensors, or a file of torch.save"
+_SHOWN = 4
 
 
 def checkpoint_format(path: CheckpointId) -> str:
-    """Tell what lies at a path.
+    """Tell what lies at a path, or at a URL whose scheme a plugin knows.
 
     Returns:
         "dcp", also for what a save left that was not completed; "torch-dcp", "huggingface", or "torch" for a file that
@@ -32,27 +36,23 @@ def checkpoint_format(path: CheckpointId) -> str:
     Raises:
         ArgumentError: None of these.
     """
-    if is_remote(path):
-        return "dcp"  # what plugins' storages hold
-    local = local_path(path)
-    if os.path.isfile(local):
-        return "huggingface" if local.endswith(_SAFETENSORS) else "torch"
-    names = set(os.listdir(local)) if os.path.isdir(local) else set()
+    name = str(path) if is_other_url(path) else local_path(path)
+    if name.endswith(_SAFETENSORS) if is_other_url(path) else os.path.isfile(name):
+        return "huggingface" if name.endswith(_SAFETENSORS) else "torch"
+    storage = storage_at(path)
+    try:
+        names = storage.list()
+    except NotFoundError:
+        raise ArgumentError(f"there is nothing at {name!r}: {_EXPECTED}") from None
     if METADATA_NAME in names:
-        return "torch-dcp" if foreign_kind(_first_bytes(os.path.join(local, METADATA_NAME))) == "a pickle" else "dcp"
+        return "torch-dcp" if foreign_kind(_first_bytes(storage)) == "a pickle" else "dcp"
     if has_traces(names):
         return "dcp"
-    if any(name.endswith(_SAFETENSORS) for name in names):
+    if any(file.endswith(_SAFETENSORS) for file in names):
         return "huggingface"
-    if any(name.endswith((".bin", ".pt", ".pth")) for name in names):
+    if any(file.endswith(_TORCH) for file in names):
         return "torch"
-    what = "there is nothing" if not os.path.exists(local) else "there is no checkpoint that is known"
-    raise ArgumentError(f"{what} at {local!r}: expected .metadata, or *.safetensors, or a file of torch.save")
-
-
-def is_remote(path: CheckpointId) -> bool:
-    """Whether a path is a URL of something else than a file."""
-    return isinstance(path, str) and "://" in path and urlsplit(path).scheme.lower() not in ("", "file")
+    raise ArgumentError(f"there is no checkpoint that is known at {name!r}: {_EXPECTED}{_hint(name)}")
 
 
 def has_traces(names: Iterable[str]) -> bool:
@@ -66,8 +66,15 @@ def has_traces(names: Iterable[str]) -> bool:
     )
 
 
-def _first_bytes(path: str) -> bytes:
-    if not os.path.isfile(path):
+def _first_bytes(storage: Storage) -> bytes:
+    try:
+        nbytes = storage.size(METADATA_NAME)
+        return storage.read(METADATA_NAME, 0, min(nbytes or 0, FIRST_READ_NBYTES))
+    except DcpError:
         return b""  # a pipe, for instance: whoever opens it says so
-    with open(path, "rb") as file:
-        return file.read(FIRST_READ_NBYTES)
+
+
+def _hint(path: str) -> str:
+    """What else may be meant."""
+    inside = sorted(entry.name for entry in os.scandir(path) if entry.is_dir())[:_SHOWN] if os.path.isdir(path) else []
+    return f"; is it one of the directories in it, such as {', '.join(map(repr, inside))}?" if inside else ""

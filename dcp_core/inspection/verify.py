@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from dcp_core.errors import ArgumentError, DcpError, NotFoundError
-from dcp_core.execution.filesystem import FileSystemReader, local_path
+from dcp_core.execution.filesystem import FileSystemReader, is_other_url, local_path
 from dcp_core.execution.interfaces import CheckpointId
 from dcp_core.execution.present_metadata import open_present
 from dcp_core.execution.read_threads import usable_threads
@@ -24,7 +24,7 @@ from dcp_core.file_names import METADATA_NAME, parse_rank_metadata_name
 from dcp_core.formats.chunk_checks import chunk_nbytes
 from dcp_core.inspection.data_checks import DataChecker, DataRange, FileFinding
 from dcp_core.inspection.description import ChunkNames, Description, coverage_problems, read_description
-from dcp_core.inspection.detection import checkpoint_format, has_traces, is_remote
+from dcp_core.inspection.detection import checkpoint_format, has_traces
 from dcp_core.inspection.huggingface import verify_huggingface
 from dcp_core.inspection.links import outside_links
 from dcp_core.inspection.report import Problem, Stray, VerifyReport, keys_text, merged
@@ -65,7 +65,7 @@ def verify(checkpoint_id: CheckpointId, *, quick: bool = False, progress: Progre
     """
     began = time.perf_counter()
     reader = FileSystemReader(open_url=open_storage)
-    if not is_remote(checkpoint_id):
+    if not is_other_url(checkpoint_id):
         kind = _kind_of(checkpoint_id)
         if kind == "huggingface":
             found = verify_huggingface(checkpoint_id)

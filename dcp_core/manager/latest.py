@@ -6,7 +6,6 @@ In: the directory. Out: a path for `load`.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -14,15 +13,13 @@ from dcp_core.adapter import Adapter, AdapterSet
 from dcp_core.api import DEADLINE_SECONDS
 from dcp_core.arrays import NumpyAdapter
 from dcp_core.errors import ArgumentError
-from dcp_core.execution.filesystem import local_path, storage_of
+from dcp_core.execution.filesystem import is_other_url, local_path
 from dcp_core.execution.interfaces import CheckpointId
 from dcp_core.manager.survey import RootSurvey, survey, warn_of_skipped
-from dcp_core.plugins import open_storage
 from dcp_core.recipes.agreement import Agreement, argument_digests, check_arguments
 from dcp_core.recipes.job import Job, attempt
+from dcp_core.recipes.places import storage_at
 from dcp_core.storage.base import Storage
-
-_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://")
 
 
 def latest_checkpoint(
@@ -85,7 +82,7 @@ def survey_checkpoints(
     """
     chosen = NumpyAdapter() if adapter is None else adapter
     return survey_on_ranks(
-        chosen, process_group, timeout_seconds, root, lambda: open_root(root), verify=verify, no_dist=no_dist
+        chosen, process_group, timeout_seconds, root, lambda: storage_at(root), verify=verify, no_dist=no_dist
     )  # fmt: skip
 
 
@@ -122,26 +119,16 @@ def survey_on_ranks(
     return RootSurvey.from_bytes(answer)
 
 
-def open_root(root: CheckpointId) -> Storage:
-    """The storage of a directory of checkpoints."""
-    return storage_of(root, open_storage)
-
-
 def place_of(root: CheckpointId, name: str) -> str:
     """What names a checkpoint in a directory of checkpoints: its path, or its URL."""
-    if _is_remote(root):
+    if is_other_url(root):
         return f"{str(root).rstrip('/')}/{name}"
     return os.path.join(shown_root(root), name)
 
 
 def shown_root(root: CheckpointId) -> str:
     """A directory of checkpoints as its path, made absolute, or its URL."""
-    return str(root) if _is_remote(root) else os.path.abspath(local_path(root))
-
-
-def _is_remote(root: CheckpointId) -> bool:
-    match = _SCHEME.match(root) if isinstance(root, str) else None
-    return match is not None and match[1].lower() != "file"
+    return str(root) if is_other_url(root) else os.path.abspath(local_path(root))
 
 
 def _checked(root: CheckpointId, verify: bool, arguments: dict[str, object]) -> bytes:

@@ -20,10 +20,11 @@ from dcp_core.arrays import NumpyAdapter
 from dcp_core.background.response import AsyncSaveResponse
 from dcp_core.errors import ArgumentError, CorruptError, DcpError, IncompleteError, NotFoundError
 from dcp_core.execution.interfaces import CheckpointId
-from dcp_core.manager.latest import open_root, place_of, shown_root, survey_on_ranks
+from dcp_core.manager.latest import place_of, shown_root, survey_on_ranks
 from dcp_core.manager.retention import Retention, after_commit
 from dcp_core.manager.survey import step_of
 from dcp_core.metadata import Metadata
+from dcp_core.recipes.places import storage_at
 from dcp_core.storage.base import Storage
 
 _Manager = TypeVar("_Manager", bound="CheckpointManager")
@@ -235,7 +236,7 @@ class CheckpointManager:
     # -- where, and what happens there ----------------------------------------------------------------------------
 
     def _open_root(self) -> Storage:
-        return open_root(self.root)
+        return storage_at(self.root)
 
     def _place(self, name: str) -> dict[str, Any]:
         """What tells `save` where a checkpoint goes."""

@@ -17,7 +17,9 @@ import numpy.typing as npt
 from dcp_core.arrays import ArrayAccess
 from dcp_core.box import Box
 from dcp_core.dtype import DType
+from dcp_core.errors import UnsupportedValueError
 from dcp_core.execution.interfaces import ReadContext, StorageReader, Verify
+from dcp_core.formats.huggingface_source import HuggingFaceSource
 from dcp_core.metadata import ChunkColumns, Metadata, StoredObject, StoredTensor
 from dcp_core.planning.items import ReadItem
 from dcp_core.planning.load_plan import LoadPlan, Wanted
@@ -70,8 +72,17 @@ class StoredSource:
         reader.configure_reader(self.metadata, ReadContext(0, 1, verify))
 
     def tensors(self) -> list[StoredTensor]:
-        """All tensors in the order of names; of those that every rank has for itself the lowest rank's."""
+        """All tensors in the order of names; of those that every rank has for itself the lowest rank's.
+
+        Raises:
+            UnsupportedValueError: A file has tensors that cannot be read, and would be lost.
+        """
         source = self.metadata.source
+        if isinstance(source, HuggingFaceSource) and source.unusable:
+            raise UnsupportedValueError(
+                f"{len(source.unusable)} tensors have types that cannot be converted: "
+                f"{', '.join(source.unusable[:_NAMES_SHOWN])}; a key_map that gives None for them leaves them out"
+            )
         found = [source.tensors(name) for name in source.names()]
         self._warn_of_ranks([same[0].name for same in found if len(same) > 1])
         return [same[0] for same in found if same]

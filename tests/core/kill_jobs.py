@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from dcp_core.convert.to_dcp import convert_to_dcp
-from dcp_core.convert.to_huggingface import HuggingFaceConversion
 from dcp_core.errors import DcpError
-from dcp_core.execution.filesystem import FileSystemReader, FileSystemWriter
+from dcp_core.execution.filesystem import FileSystemWriter
 from dcp_core.execution.huggingface import HuggingFaceReader
 from dcp_core.execution.interfaces import CheckpointId
 from dcp_core.storage.local import LocalStorage
@@ -68,17 +67,10 @@ def convert_from_hugging_face(seat: Seat, directory: Path, number: int, source: 
     return True
 
 
-def convert_to_hugging_face(seat: Seat, directory: Path, number: int, source: Path) -> bool:
-    conversion = HuggingFaceConversion(FileSystemReader(source), max_shard_size=SHARD_NBYTES)
-    conversion.run(_mortal(directory, number), overwrite=True)
-    return True
-
-
 WORK: dict[str, Callable[[Seat, Path, int, Path], bool]] = {
     "save": save,
     "save in the background": save_in_the_background,
     "convert from Hugging Face": convert_from_hugging_face,
-    "convert to Hugging Face": convert_to_hugging_face,
 }
 
 

@@ -14,7 +14,10 @@ from safetensors.numpy import load_file, save_file
 
 from dcp_core import api
 from dcp_core.cli.main import main
+from dcp_core.convert import places
 from dcp_core.convert.huggingface_files import INDEX_NAME, SINGLE_NAME
+from dcp_core.storage.base import Storage
+from dcp_core.storage.local import LocalStorage
 
 
 @pytest.fixture
@@ -56,6 +59,11 @@ def test_a_dry_run_says_what_would_be_written_and_writes_nothing(
     )
     assert all(word in said for word in expected)
     assert not (tmp_path / "out").exists()
+    assert "refused" not in said
+    taken = tmp_path / "taken"
+    api.save({"w": np.ones(2)}, checkpoint_id=taken, durable=False)
+    assert main(["convert", str(checkpoint), str(taken), "--to", to, "--dry-run"]) == 0
+    assert "as it is, this would be refused: " in capsys.readouterr().out
 
 
 def test_what_is_there_is_only_replaced_when_asked(
@@ -68,6 +76,28 @@ def test_what_is_there_is_only_replaced_when_asked(
         assert main(["convert", *source]) == 2
         assert "overwrite" in capsys.readouterr().err
         assert main(["convert", *source, "--overwrite"]) == 0
+
+
+def test_urls_whose_scheme_a_plugin_knows_are_read_and_written(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(places, "open_storage", open_toy)
+    monkeypatch.setattr(api, "open_storage", open_toy)
+    url = f"toy://{tmp_path}"
+    assert main(["convert", f"{url}/dcp", f"{url}/hf", "--to", "hf", "--prefix", "model"]) == 0
+    assert load_file(tmp_path / "hf" / SINGLE_NAME).keys() == {"a.w", "b.w"}
+    for number, source in enumerate((f"{url}/hf", f"{url}/hf/{SINGLE_NAME}")):
+        assert main(["convert", source, f"{url}/again{number}", "--to", "dcp"]) == 0
+        assert np.array_equal(api.read(tmp_path / f"again{number}", "b.w"), np.ones(4))
+    assert main(["convert", f"{url}/hf", f"{url}/again0", "--to", "dcp"]) == 2
+    assert main(["convert", f"{url}/dcp", f"{url}/hf", "--to", "hf"]) == 2
+    assert main(["convert", "s9://x/y", f"{url}/new", "--to", "hf"]) == 2
+    assert "scheme 's9'" in capsys.readouterr().err
+
+
+def open_toy(url: str) -> Storage | None:
+    scheme, _, path = url.partition("://")
+    return LocalStorage(path) if scheme == "toy" else None
 
 
 @pytest.mark.parametrize(
@@ -95,6 +125,8 @@ def test_what_is_no_checkpoint_and_what_is_damaged(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["convert", str(tmp_path / "nix"), str(tmp_path / "out"), "--to", "hf"]) == 2
+    assert main(["convert", str(tmp_path), str(tmp_path / "out"), "--to", "hf"]) == 2
+    assert "is it one of the directories in it, such as 'dcp'?" in capsys.readouterr().err
     (data,) = checkpoint.glob("*.safetensors")
     os.truncate(data, 10)
     assert main(["convert", str(checkpoint), str(tmp_path / "out"), "--to", "hf"]) == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from safetensors.numpy import save_file
 
 from dcp_core import api
 from dcp_core.convert.to_dcp import convert_to_dcp
-from dcp_core.errors import ArgumentError, CorruptError, DcpError, IncompleteError, NotFoundError
+from dcp_core.errors import ArgumentError, CorruptError, DcpError, IncompleteError, NotFoundError, UnsupportedValueError
 from dcp_core.execution.filesystem import FileSystemReader, FileSystemWriter
 from dcp_core.execution.huggingface import HuggingFaceReader, Joined, Stacked
 from dcp_core.formats.cuts import Cut
@@ -23,6 +24,8 @@ from dcp_core.formats.metadata_file import open_bytes
 from dcp_core.inspection.detection import checkpoint_format
 from dcp_core.storage.local import LocalStorage
 from dcp_core.testing.faults import FaultyOperations
+from tests.core.huggingface_files import file_bytes
+from tests.core.interrupts import interrupted_at
 from tests.core.peak_memory import need_peak_counter, peak_rise
 
 Array = npt.NDArray[Any]
@@ -161,6 +164,51 @@ def test_a_conversion_that_fails_anywhere_leaves_the_old_checkpoint_or_nothing(h
             assert not failed
             return
     raise AssertionError("unreachable")
+
+
+@pytest.mark.parametrize("has_old", [False, True])
+def test_who_interrupts_a_conversion_keeps_the_old_checkpoint_or_has_nothing(has_old: bool, tmp_path: Path) -> None:
+    files = sample(2, count=2)
+    write_huggingface(tmp_path / "hf", files)
+    for number in itertools.count(1):
+        target = tmp_path / f"dcp{number}"
+        if has_old:
+            api.save({"old": np.ones(3)}, checkpoint_id=target)
+        operations = interrupted_at(number)
+        writer = FileSystemWriter(storage=LocalStorage(target, operations))
+        try:
+            convert_to_dcp(HuggingFaceReader(tmp_path / "hf"), target, storage_writer=writer)
+            time.sleep(0)  # a signal that came last is heard here
+        except KeyboardInterrupt:
+            pass
+        if (target / ".metadata").exists() and loaded(target).keys() != {"old"}:
+            assert_equal(loaded(target), joined(files))
+        else:
+            assert (target / ".metadata").exists() == has_old
+        if number > len(operations.log):
+            return
+    raise AssertionError("unreachable")
+
+
+def test_types_that_no_framework_has_are_not_lost_silently(tmp_path: Path) -> None:
+    header = {
+        "odd": {"dtype": "F6_E2M3", "shape": [4], "data_offsets": [0, 3]},
+        "w": {"dtype": "U8", "shape": [2], "data_offsets": [3, 5]},
+    }
+    (tmp_path / "model.safetensors").write_bytes(file_bytes(header, b"abcde"))
+    with pytest.raises(UnsupportedValueError, match=r"odd \(F6_E2M3\); a key_map that gives None"):
+        convert_to_dcp(HuggingFaceReader(tmp_path), tmp_path / "dcp", durable=False)
+    assert not (tmp_path / "dcp").exists()
+    convert_to_dcp(HuggingFaceReader(tmp_path, key_map={"^odd": None}), tmp_path / "dcp", durable=False)
+    assert loaded(tmp_path / "dcp")["w"].tobytes() == b"de"
+
+
+def test_a_checkpoint_is_not_put_beside_the_weights_that_it_is_made_of(tmp_path: Path) -> None:
+    write_huggingface(tmp_path / "hf", sample(2))
+    before = sorted(os.listdir(tmp_path / "hf"))
+    with pytest.raises(ArgumentError, match=r"hf' holds model-00001-of-00003\.safetensors, beside which.*another"):
+        convert_to_dcp(HuggingFaceReader(tmp_path / "hf"), tmp_path / "hf")
+    assert sorted(os.listdir(tmp_path / "hf")) == before
 
 
 @pytest.mark.parametrize("shape", [(4096, 4096), (16 << 20,), (2, 3, 1_500_000)], ids=str)

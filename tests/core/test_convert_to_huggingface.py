@@ -5,6 +5,10 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -37,6 +41,7 @@ from dcp_core.formats.safetensors_parser import header_nbytes, parse_header
 from dcp_core.storage.local import LocalStorage
 from dcp_core.testing.faults import FaultyOperations
 from dcp_core.testing.numpy_ranks import NumpyRankAdapter, ShardedArray
+from tests.core.interrupts import interrupted_at
 from tests.core.peak_memory import need_peak_counter, peak_rise
 
 Array = npt.NDArray[Any]
@@ -281,6 +286,16 @@ def looks_complete(path: Path) -> dict[str, bytes] | None:
     return {name: array.tobytes() for file in files for name, array in load_file(path / file).items()}
 
 
+def loaded(path: Path) -> dict[str, bytes] | None:
+    """What our own reader finds, which needs no index where files tell that they are all there; None: an error."""
+    target = {key: np.zeros((3, 5)) for key in STATES["new"]}
+    try:
+        api.load(target, storage_reader=HuggingFaceReader(path), adapter=NumpyRankAdapter())
+    except DcpError:
+        return None
+    return {key: array.tobytes() for key, array in target.items()}
+
+
 STATES = {name: {f"w{n}": np.full((3, 5), n + shift) for n in range(6)} for name, shift in (("old", 0.5), ("new", 9.5))}
 SIZES: dict[str, int | str] = {"single": "1MB", "two": 3 * 120, "three": 2 * 120}
 
@@ -311,12 +326,100 @@ def test_a_conversion_that_fails_anywhere_leaves_the_old_weights_or_nothing(
         assert found in ([None, whole("old")] if failed and before != "nothing" else [None, whole("new")]) or (
             failed and found == whole("new")
         )
+        assert loaded(target) in (None, whole("new"), *([whole("old")] if before != "nothing" else []))
         if number > len(operations.log):
             assert not failed
             assert found == whole("new")
             assert not [name for name in os.listdir(target) if name.endswith(".tmp")]
             return
     raise AssertionError("unreachable")
+
+
+_CONVERT_AND_DIE = """
+import os, sys
+from dcp_core.convert.to_huggingface import HuggingFaceConversion
+from dcp_core.execution.filesystem import FileSystemReader
+from dcp_core.storage.local import LocalStorage
+from dcp_core.testing.faults import FaultyOperations
+source, targets = sys.argv[1], sys.argv[2:]
+for number, target in enumerate(targets, 1):
+    child = os.fork()
+    if not child:
+        operations = FaultyOperations(kill_at=number, kill_moment="after")
+        conversion = HuggingFaceConversion(FileSystemReader(source), max_shard_size=360)
+        conversion.run(LocalStorage(target, operations), overwrite=True)
+        os._exit(0)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("before", ["nothing", *SIZES])
+def test_a_conversion_that_is_killed_leaves_nothing_that_looks_complete(before: str, tmp_path: Path) -> None:
+    for name, state in STATES.items():
+        save(state, tmp_path / name)
+    targets = [tmp_path / f"hf{number}" for number in range(1, 41)]
+    for target in targets if before != "nothing" else []:
+        convert(tmp_path / "old", target, max_shard_size=SIZES[before])
+    command = [sys.executable, "-c", _CONVERT_AND_DIE, str(tmp_path / "new"), *map(str, targets)]
+    said = subprocess.run(command, timeout=60, check=True, stdout=subprocess.PIPE, text=True).stdout
+    codes = list(map(int, said.split()))
+    allowed = (None, whole("new"), *([whole("old")] if before != "nothing" else []))
+    for target in targets:
+        assert looks_complete(target) in allowed
+        assert loaded(target) in allowed
+    complete = [loaded(target) == looks_complete(target) == whole("new") for target in targets]
+    assert set(codes) == {0, -signal.SIGKILL}
+    assert all(is_complete for code, is_complete in zip(codes, complete, strict=True) if code == 0)
+    assert not complete[0]
+
+
+@pytest.mark.parametrize("before", ["nothing", *SIZES])
+def test_who_interrupts_a_conversion_keeps_the_old_weights_or_has_nothing(before: str, tmp_path: Path) -> None:
+    for name, state in STATES.items():
+        save(state, tmp_path / name)
+    for number in itertools.count(1):
+        target = tmp_path / f"hf{number}"
+        if before != "nothing":
+            convert(tmp_path / "old", target, max_shard_size=SIZES[before])
+        operations = interrupted_at(number)
+        conversion = HuggingFaceConversion(FileSystemReader(tmp_path / "new"), max_shard_size=SIZES["two"])
+        try:
+            conversion.run(LocalStorage(target, operations), overwrite=True)
+            time.sleep(0)  # a signal that came last is heard here
+        except KeyboardInterrupt:
+            pass
+        allowed = (None, whole("new"), *([whole("old")] if before != "nothing" else []))
+        assert looks_complete(target) in allowed
+        assert loaded(target) in allowed
+        left = list(target.glob(".*.tmp"))
+        assert not left or looks_complete(target) is None
+        assert not left or before == "two", "only where files of the same names were replaced"
+        if number > len(operations.log):
+            assert looks_complete(target) == whole("new")
+            return
+    raise AssertionError("unreachable")
+
+
+def test_old_weights_come_back_when_the_new_ones_cannot_get_their_names(tmp_path: Path) -> None:
+    for name, state in STATES.items():
+        save(state, tmp_path / name)
+    convert(tmp_path / "old", tmp_path / "hf", max_shard_size=SIZES["two"])
+    before = {path.name: path.read_bytes() for path in (tmp_path / "hf").iterdir()}
+    for number in range(1, 7):
+        operations = FaultyOperations(fail_at=number, operations=["rename"])
+        conversion = HuggingFaceConversion(FileSystemReader(tmp_path / "new"), max_shard_size=SIZES["two"])
+        with pytest.raises(DcpError):
+            conversion.run(LocalStorage(tmp_path / "hf", operations), overwrite=True)
+        assert {path.name: path.read_bytes() for path in (tmp_path / "hf").iterdir()} == before, number
+
+
+def test_weights_are_not_put_beside_the_checkpoint_that_they_are_made_of(tmp_path: Path) -> None:
+    save(STATES["new"], tmp_path / "a")
+    before = sorted(os.listdir(tmp_path / "a"))
+    with pytest.raises(ArgumentError, match=r"sharded checkpoint.*another directory"):
+        convert(tmp_path / "a", tmp_path / "a", overwrite=True)
+    assert sorted(os.listdir(tmp_path / "a")) == before
 
 
 def test_left_overs_of_a_killed_conversion_go_once_they_are_old(tmp_path: Path) -> None:

@@ -95,19 +95,19 @@ def test_several_files_without_an_index_are_read_together(tmp_path: Path) -> Non
     assert_equal(target, TENSORS)
 
 
-def test_numbered_files_without_an_index_must_all_be_there(tmp_path: Path) -> None:
-    write_shards(tmp_path, halves(TENSORS))
-    (tmp_path / INDEX).unlink()
-    last = tmp_path / "model-00002-of-00002.safetensors"
-    kept = last.read_bytes()
-    last.unlink()
+def test_a_numbered_series_without_an_index_is_read_whole_or_not_at_all(tmp_path: Path) -> None:
+    names = write_shards(tmp_path, halves(TENSORS))
+    os.remove(tmp_path / INDEX)
     target = zeros_like(TENSORS)
-    with pytest.raises(IncompleteError, match=r"no index, and 1 files model-\*-of-00002.safetensors, but not number 2"):
-        load(target, tmp_path)
-    assert_equal(target, zeros_like(TENSORS))
-    last.write_bytes(kept)
     load(target, tmp_path)
     assert_equal(target, TENSORS)
+    os.remove(tmp_path / names[0])
+    with pytest.raises(IncompleteError, match=r"1 of the 2 files model-NNNNN-of-00002.*missing are 1: restore"):
+        load(target, tmp_path)
+    load({"empty": np.zeros((0, 3), np.float32)}, tmp_path / names[1])
+    os.rename(tmp_path / names[1], tmp_path / f"model-00001-of-{'9' * 30}.safetensors")
+    with pytest.raises(IncompleteError, match="missing are 2, 3, 4"):
+        load(target, tmp_path)
 
 
 def test_a_whole_model_beside_an_index_of_other_files_is_refused_until_one_is_named(tmp_path: Path) -> None:
@@ -158,8 +158,39 @@ def test_a_directory_without_safetensors_says_so(tmp_path: Path) -> None:
 
 def test_a_checkpoint_of_this_library_is_told_apart(tmp_path: Path) -> None:
     api.save({"w": np.ones(3)}, checkpoint_id=tmp_path, durable=False, adapter=NumpyRankAdapter())
-    with pytest.raises(ArgumentError, match="without HuggingFaceReader"):
+    with pytest.raises(ArgumentError, match=r"without HuggingFaceReader$"):
         load({"w": np.zeros(3)}, tmp_path)
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / ".metadata").write_bytes(b"\x80")
+    with pytest.raises(ArgumentError, match="or with TorchDCPReader"):
+        load({"w": np.zeros(3)}, tmp_path / "torch")
+
+
+def test_a_file_of_any_name_is_looked_into(tmp_path: Path) -> None:
+    write_file(tmp_path / "3f786850e387550f", TENSORS)
+    target = zeros_like(TENSORS)
+    load(target, tmp_path / "3f786850e387550f")
+    assert_equal(target, TENSORS)
+    (tmp_path / "full.pt").write_bytes(b"PK\x03\x04" + bytes(range(60)))
+    with pytest.raises(CorruptError, match=r"full\.pt.*not such a file"):
+        load(target, tmp_path / "full.pt")
+
+
+def test_quantised_weights_that_lose_their_scales_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    header = {
+        "a.weight": {"dtype": "F8_E4M3", "shape": [4], "data_offsets": [0, 4]},
+        "a.weight_scale_inv": {"dtype": "U8", "shape": [1], "data_offsets": [4, 5]},
+        "b.weight": {"dtype": "F8_E5M2", "shape": [2], "data_offsets": [5, 7]},
+    }
+    (tmp_path / MODEL).write_bytes(file_bytes(header, b"\x38\x40\x44\x48\x07\x3c\x3c"))
+    target = {"a.weight": np.zeros(4, np.float32), "b.weight": np.zeros(2, np.float32)}
+    load({**target, "a.weight_scale_inv": np.zeros(1, np.uint8)}, tmp_path)
+    assert target["a.weight"].tolist() == [1, 2, 3, 4]
+    assert "scales" not in caplog.text
+    load(target, tmp_path)
+    assert "1 tensors of 8-bit floats" in caplog.text
+    assert "a.weight" in caplog.text
+    assert "b.weight" not in caplog.text
 
 
 # -- what is read ----------------------------------------------------------------------------------------------------

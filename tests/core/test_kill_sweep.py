@@ -14,7 +14,6 @@ from dcp_core import api
 from dcp_core.convert.to_huggingface import HuggingFaceConversion
 from dcp_core.errors import DcpError, NotFoundError
 from dcp_core.execution.filesystem import FileSystemReader
-from dcp_core.execution.huggingface import HuggingFaceReader
 from dcp_core.testing.ranks import RankContext, RankProcessError, run_ranks
 from tests.core.fault_jobs import Seat, loaded_tag, matrix, memory_directory, state_of
 from tests.core.kill_jobs import SHARD_NBYTES, do_and_die
@@ -119,18 +118,3 @@ def test_an_import_that_is_killed_leaves_the_old_or_the_new_checkpoint(root: Pat
 
 def _nested(targets: dict[str, npt.NDArray[np.generic]]) -> dict[str, dict[str, npt.NDArray[np.generic]]]:
     return {"model": {key.removeprefix("model."): array for key, array in targets.items()}}
-
-
-@pytest.mark.parametrize("over", [False, True], ids=["first", "over another"])
-def test_an_export_that_is_killed_leaves_one_of_both_or_says_that_it_is_not_whole(root: Path, over: bool) -> None:
-    template = _exported(root, OLD) if over else None
-    _save(root / "step_2", NEW)
-    found = _sweep(root, "convert to Hugging Face", template, root / "step_2")
-    tags = [
-        _tag_of(lambda targets, place=place: api.load(targets, storage_reader=HuggingFaceReader(place)))  # type: ignore[misc]
-        for place, _ in found
-    ]
-    assert tags[0] == (OLD if over else None)
-    first_new = tags.index(NEW)
-    assert set(tags[:first_new]) <= {OLD if over else None, None}
-    assert set(tags[first_new:]) == {NEW}

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import multiprocessing
+import os
+import signal
 import time
 from typing import Any
 
@@ -84,24 +85,28 @@ def test_each_life_of_a_job_has_a_name_of_its_own_that_all_ranks_know() -> None:
     assert first == second and len(set(first)) == 3
 
 
+def host_a_store(word: Any) -> None:
+    store = channel.host_store("127.0.0.1")
+    word.send(store.port)
+    time.sleep(60)
+
+
 def save_through_a_store_that_ends(rank: MindSporeRank) -> str:
     """Save through a store whose process is killed before."""
-    code = (
-        "import sys, time; from dcp_mindspore.channel import host_store; "
-        "store = host_store('127.0.0.1'); print(store.port, flush=True); time.sleep(60)"
-    )
     from mindspore.mint.distributed import TCPStore
 
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as host:
-        assert host.stdout is not None
-        port = int(host.stdout.readline())
-        group = StoreGroup(TCPStore("127.0.0.1", port, is_master=False), 0, 2)
-        host.kill()
-        host.wait()
-        try:
-            dcp.save({"a": 1}, checkpoint_id="/nowhere", process_group=group, timeout_seconds=20)
-        except CoordinationError as error:
-            return str(error)
+    here, there = multiprocessing.Pipe()
+    host = multiprocessing.get_context("fork").Process(target=host_a_store, args=(there,), daemon=True)
+    host.start()
+    assert here.poll(30)
+    group = StoreGroup(TCPStore("127.0.0.1", here.recv(), is_master=False), 0, 2)
+    assert host.pid is not None
+    os.kill(host.pid, signal.SIGKILL)
+    host.join()
+    try:
+        dcp.save({"a": 1}, checkpoint_id="/nowhere", process_group=group, timeout_seconds=20)
+    except CoordinationError as error:
+        return str(error)
     return "no error"
 
 

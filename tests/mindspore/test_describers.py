@@ -248,6 +248,8 @@ def test_what_has_no_plain_memory_is_refused() -> None:
     sparse = COOTensor(Tensor([[0, 1]], mindspore.int32), Tensor([1.0], mindspore.float32), (3, 4))
     with pytest.raises(UnsupportedValueError, match="COOTensor has no plain memory"):
         describe_tensor(sparse, lambda: 0)
+    with pytest.raises(UnsupportedValueError, match="MapParameter is a table"):
+        describe_tensor(mindspore.experimental.MapParameter(name="table"), lambda: 0)
 
     class Strange(Tensor):  # type: ignore[misc]  # MindSpore has no types
         pass

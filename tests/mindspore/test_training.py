@@ -99,6 +99,22 @@ def test_training_in_the_background_resumes_with_bit_identical_losses(tmp_path: 
     assert [again.step(number) for number in range(1, 4)] == expected
 
 
+@pytest.mark.parametrize("name", ["Adam", "Adam of mint", "SGD"])
+def test_an_optimizer_that_has_made_no_step_is_saved_and_loaded(tmp_path: Path, name: str) -> None:
+    """MindSpore's optimizers make their state at once, so nothing is there to be warmed up."""
+    run = Run(0, name)
+    dcp.save(run.state(), checkpoint_id=tmp_path / "fresh")
+    expected = [run.step(number) for number in range(3)]
+    dcp.save(run.state(), checkpoint_id=tmp_path / "trained")
+    expected_more = [run.step(number) for number in range(3, 6)]
+    trained, fresh = Run(1, name), Run(2, name)
+    trained.step(0)
+    dcp.load(trained.state(), checkpoint_id=tmp_path / "fresh")
+    assert [trained.step(number) for number in range(3)] == expected
+    dcp.load(fresh.state(), checkpoint_id=tmp_path / "trained")
+    assert [fresh.step(number) for number in range(3, 6)] == expected_more
+
+
 def test_dicts_of_parameters_do_as_well_as_cells(tmp_path: Path) -> None:
     run = Run(0, "Momentum")
     run.step(0)
@@ -216,6 +232,14 @@ def test_the_random_state_comes_back(tmp_path: Path) -> None:
     np.random.set_state(state["numpy"])
     assert np.array_equal(mindspore.get_rng_state().asnumpy(), saved)
     assert np.array_equal(np.random.rand(3), drawn)
+
+
+def test_a_loss_scaler_is_saved_by_its_parameters(tmp_path: Path) -> None:
+    scaler, again = (mindspore.amp.DynamicLossScaler(scale, 2, 1000) for scale in (4096, 1))
+    scaler.counter.set_data(Tensor(5, mindspore.int32))
+    dcp.save({"scale": scaler.scale_value, "counter": scaler.counter}, checkpoint_id=tmp_path / "saved")
+    dcp.load({"scale": again.scale_value, "counter": again.counter}, checkpoint_id=tmp_path / "saved")
+    assert (float(again.scale_value.asnumpy()), int(again.counter.asnumpy())) == (4096.0, 5)
 
 
 def test_load_train_save_load_gives_the_new_values(tmp_path: Path) -> None:

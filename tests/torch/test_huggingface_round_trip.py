@@ -107,6 +107,8 @@ def test_open_weights_are_converted_trained_on_four_ranks_and_published(
     assert not torch.equal(logits_of(published), logits_of(model))
 
     expected.save_pretrained(tmp_path / "theirs", max_shard_size=size)
+    if size == "5GB":
+        assert _files(tmp_path / "published") == _files(tmp_path / "theirs")
     ours, theirs = (_index(tmp_path / name) for name in ("published", "theirs"))
     assert ours.keys() == theirs.keys()
     if ours:
@@ -120,6 +122,19 @@ def _index(path: Path) -> dict[str, Any]:
         return {}
     found: dict[str, Any] = json.loads((path / INDEX).read_text())
     return found
+
+
+def _files(path: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in path.iterdir() if ".safetensors" in file.name}
+
+
+@pytest.mark.parametrize("size", ["5GB", "20KB", "5KB", "1KB"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_files_are_byte_for_byte_those_of_save_pretrained(tmp_path: Path, tied: bool, size: str) -> None:
+    model = make_model("llama", tied, seed=7)
+    model.save_pretrained(tmp_path / "theirs", max_shard_size=size)
+    save_state_dict_as_huggingface_format(tmp_path / "ours", model.state_dict(), size, durable=False)
+    assert _files(tmp_path / "ours") == _files(tmp_path / "theirs")
 
 
 @pytest.mark.parametrize(("kind", "tied"), MODELS)

@@ -27,6 +27,7 @@ from dcp_torch.offline_transform import (
     parse_checkpoint_from_huggingface,
     save_state_dict_as_huggingface_format,
 )
+from tests.core.peak_memory import need_peak_counter, peak_rise
 from tests.torch.gloo_ranks import TorchRank, run_gloo
 from tests.torch.states import assert_same, raised, values
 
@@ -130,6 +131,10 @@ def test_states_become_directories_and_states_again(limit: int | str, tmp_path: 
     for name in report.files:
         by_others |= load_file(tmp_path / name) if name != INDEX_NAME else {}
     assert_same(by_others, state)
+    if limit == "5GB":
+        contiguous = {name: tensor.contiguous() for name, tensor in state.items()}
+        save_file(contiguous, tmp_path / "theirs.safetensors", {"format": "pt"})
+        assert (tmp_path / "theirs.safetensors").read_bytes() == (tmp_path / SINGLE_NAME).read_bytes()
 
 
 def test_tied_parameters_nested_modules_and_values(tmp_path: Path) -> None:
@@ -146,6 +151,18 @@ def test_tied_parameters_nested_modules_and_values(tmp_path: Path) -> None:
     assert found.keys() == {"embed.weight", "half"}
     assert torch.equal(found["half"], embedding.weight[:2])
     assert {entry.name for entry in report.skipped} == {"head.weight", "step"}
+
+
+def test_functions_of_whole_states_hold_them_once(tmp_path: Path) -> None:
+    need_peak_counter()
+    state = {f"w{number}": torch.rand(32 << 18) for number in range(4)}  # 128 MiB
+    few, once = 48.0, 128 + 48.0
+    assert peak_rise(lambda: full_state_dict_to_dcp_format(state, tmp_path / "dcp", durable=False)) < few
+    assert peak_rise(lambda: save_state_dict_as_huggingface_format(tmp_path / "hf", state, durable=False)) < few
+    assert peak_rise(lambda: dcp_to_full_state_dict(tmp_path / "dcp")) < once
+    assert peak_rise(lambda: parse_checkpoint_from_huggingface(tmp_path / "hf")) < once
+    torch.save(state, tmp_path / "full.pt")
+    assert peak_rise(lambda: convert_full_checkpoint_to_dcp(tmp_path / "full.pt", tmp_path / "b", "torch")) < once
 
 
 @pytest.mark.parametrize("limit", [0, "0GB", "much", -5])
