@@ -14,8 +14,8 @@ from safetensors.numpy import load_file, save_file
 
 from dcp_core import api
 from dcp_core.cli.main import main
-from dcp_core.convert import places
 from dcp_core.convert.huggingface_files import INDEX_NAME, SINGLE_NAME
+from dcp_core.recipes import places
 from dcp_core.storage.base import Storage
 from dcp_core.storage.local import LocalStorage
 
