@@ -7,10 +7,11 @@ happens later.
 
 from __future__ import annotations
 
+import logging
 import re
 import time
 
-from dcp_core.errors import CoordinationError, DcpError, NotFoundError
+from dcp_core.errors import CoordinationError, DcpError, NotFoundError, StorageError
 from dcp_core.storage.fsspec_storage import FsspecStorage
 
 _NAME = re.compile(r"[A-Za-z0-9-][A-Za-z0-9.-]{0,199}")
@@ -20,6 +21,8 @@ _FIRST_PAUSE_SECONDS = 0.02
 _LONGEST_PAUSE_SECONDS = 0.5
 _MARKER_SECONDS = 1.0
 _MOST_NBYTES = 1 << 40
+
+_log = logging.getLogger("dcp.background")
 
 
 class ObjectMailbox:
@@ -92,10 +95,13 @@ class ObjectMailbox:
     def names(self, max_age_seconds: float = 0.0) -> frozenset[str] | None:
         """List the messages; None when the mailbox is not there."""
         if time.monotonic() - self._listed_at >= max_age_seconds:
+            found: frozenset[str] = frozenset()
             try:
                 found = frozenset(name for name in self._objects.list() if not name.startswith("."))
             except NotFoundError:
-                found = frozenset()
+                pass
+            except StorageError as error:  # what is looked for by its name is found all the same
+                _log.debug("%s cannot be listed: %s", self._objects.describe(), error)
             self._listed = found if found or self.is_there(0.0) else None
             self._listed_at = time.monotonic()
         return self._listed

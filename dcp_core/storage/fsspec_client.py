@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import datetime
 import importlib
+import io
 import os
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
+
+import xxhash
 
 from dcp_core.errors import ArgumentError, DcpError, StorageError
 from dcp_core.storage.base import storage_error
@@ -36,6 +39,7 @@ _TIMES = ("LastModified", "last_modified", "updated", "mtime", "modified", "modi
 _OPEN_SECRETS = ("endpoint", "url", "region", "anon", "version", "protocol", "project", "account_name")
 _SHORTEST_SECRET = 4
 _MOST_INSTANCES = 32
+_VARIABLES = ("AWS_", "AZURE_", "FSSPEC_", "GCSFS_", "GOOGLE_", "HADOOP_")
 # What botocore and s3fs would try again by themselves is tried here.
 _S3_CONFIG = {
     "retries": {"total_max_attempts": 1},
@@ -97,7 +101,7 @@ class FsspecClient:
         core = _fsspec("fsspec.core", self.url)
         is_chained = "::" in self.url
         place = self.url if is_chained else "/".join(self.url.split("/", 3)[:3])
-        key = (os.getpid(), f"{place} {sorted(self.options.items(), key=repr)!r}")
+        key = (os.getpid(), f"{place} {_digest(sorted(self.options.items(), key=repr), _surroundings())}")
         try:
             with _instances_lock:
                 found = _instances.get(key)
@@ -133,7 +137,10 @@ class FsspecClient:
     # --- requests ------------------------------------------------------------------------------------
 
     def look_up(self, name: str) -> Entry | None:
-        """What is known of a name; None when there is none."""
+        """What is known of a name; None when there is none. Where keys alone are known, a directory is none."""
+        if self.has_parts:  # `info` would look for a directory too, by a listing
+            answer = self._or_none("look up", name, lambda made, path: self._to_s3(made, path, "head_object"))
+            return None if answer is None else {"size": answer["ContentLength"], "LastModified": answer["LastModified"]}
 
         def request(file_system: Any, path: str) -> Entry:
             file_system.invalidate_cache()
@@ -151,9 +158,12 @@ class FsspecClient:
 
         return self._or_none("read", name, request)
 
-    def put(self, name: str, content: bytes | bytearray) -> None:
+    def put(self, name: str, content: bytes) -> None:
         """Give a name a content, replacing what has it."""
-        self.ask("write", name, lambda file_system, path: file_system.pipe_file(path, bytes(content)))
+        if self.has_parts:
+            self.ask("write", name, lambda made, path: self._to_s3(made, path, "put_object", body=content))
+            return
+        self.ask("write", name, lambda file_system, path: file_system.pipe_file(path, content))
 
     def put_local(self, name: str, local_path: str) -> None:
         """Give a name the content of a local file, as the file system does that best."""
@@ -193,14 +203,17 @@ class FsspecClient:
         if self.knows_directories:
             self._or_none("remove the directory", name, lambda file_system, path: file_system.rmdir(path))
 
-    def call_s3(self, method: str, name: str, **arguments: Any) -> Any:
+    def call_s3(self, method: str, name: str, body: bytes | None = None, **arguments: Any) -> Any:
         """Make a request that only S3 knows."""
+        what = method.replace("_", " ")
+        return self.ask(what, name, lambda made, path: self._to_s3(made, path, method, body, **arguments))
 
-        def request(file_system: Any, path: str) -> Any:
-            bucket, key, _ = file_system.split_path(path)
-            return file_system.call_s3(method, Bucket=bucket, Key=key, **arguments)
-
-        return self.ask(method.replace("_", " "), name, request)
+    @staticmethod
+    def _to_s3(file_system: Any, path: str, method: str, body: bytes | None = None, **arguments: Any) -> Any:
+        bucket, key, _ = file_system.split_path(path)
+        if body is not None:  # a stream, which is sent piece by piece, so that other requests go on meanwhile
+            arguments["Body"] = io.BytesIO(body)
+        return file_system.call_s3(method, Bucket=bucket, Key=key, **arguments)
 
     # --- what all have in common ---------------------------------------------------------------------
 
@@ -273,6 +286,15 @@ def _fsspec(module: str, url: str) -> Any:
             f"{redacted(url)!r} is a URL that no installed plugin knows (`dcp plugins` lists them); fsspec may, and is "
             f"not installed: {INSTALL}"
         ) from error
+
+
+def _surroundings() -> list[tuple[str, str]]:
+    """The variables that say where a store is, and who asks."""
+    return sorted((name, value) for name, value in os.environ.items() if name.startswith(_VARIABLES))
+
+
+def _digest(*values: object) -> str:
+    return xxhash.xxh3_128_hexdigest(repr(values).encode("utf-8", "surrogateescape"))
 
 
 def _secrets_of(options: Any, name: str = "") -> tuple[str, ...]:

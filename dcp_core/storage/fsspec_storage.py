@@ -15,7 +15,7 @@ from contextlib import suppress
 from typing import Any
 
 from dcp_core.errors import ArgumentError, CorruptError, DcpError, IncompleteError, NotFoundError, StorageError
-from dcp_core.file_names import parse_data_file_name
+from dcp_core.file_names import MAILBOX_PREFIX, parse_data_file_name
 from dcp_core.storage.base import Names, ReadHandle, Storage, WriteHandle, check_name, storage_error
 from dcp_core.storage.fsspec_client import Entry, FsspecClient, knows_scheme, time_of
 from dcp_core.storage.fsspec_uploads import PARTS_IN_FLIGHT, open_upload
@@ -124,12 +124,13 @@ class FsspecStorage(Storage):
     def modified_seconds(self, name: str) -> float | None:
         """Return when a name was last written; of a directory, when the newest file in it was."""
         found = self._client.look_up(check_name(name))
-        if found is None:
-            return None
-        if found.get("type") == "directory":
-            times = [time_of(entry) for entry in (self._client.entries(name) or {}).values()]
-            return max((seconds for seconds in times if seconds is not None), default=time_of(found) or 0.0)
-        return time_of(found) or 0.0
+        if found is not None and found.get("type") != "directory":
+            return time_of(found) or 0.0
+        is_folder = found is not None or name.startswith(MAILBOX_PREFIX)  # what needs no listing gets none
+        inner = self._client.entries(name) if is_folder else None
+        if not inner:
+            return None if found is None else time_of(found) or 0.0
+        return max(time_of(entry) or 0.0 for entry in inner.values())
 
     def _size_of(self, name: str, found: Entry) -> int:
         if found.get("type") == "directory" or found.get("size") is None:

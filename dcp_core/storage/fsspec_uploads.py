@@ -26,8 +26,8 @@ PART_BYTES = 8 << 20
 WHOLE_BYTES = 16 << 20
 """Smaller files are sent by one request."""
 
-PARTS_IN_FLIGHT = 8
-"""How many parts are being sent at once, of all files of a storage together: what bounds their memory."""
+PARTS_IN_FLIGHT = 6
+"""How many parts are being sent at once, of all files of a storage together. The client holds each of them twice."""
 
 _MOST_PARTS = 9_000
 
@@ -120,7 +120,7 @@ class _InMemory(_Upload):
         self._content[offset : offset + len(view)] = view
 
     def _finish(self) -> None:
-        self._client.put(self.name, self._content)
+        self._client.put(self.name, bytes(self._content))
         self._content = bytearray()
 
     def _discard(self) -> None:
@@ -205,22 +205,24 @@ class _Parts(_Upload):
         try:
             if self._failure is not None:
                 raise self._failure
-            self._futures.append(self._pool.submit(self._carry, number, memory))
+            content = bytes(memory)
+            with self._lock:
+                if len(memory) == self._part_nbytes:
+                    self._spare.append(memory)
+            self._futures.append(self._pool.submit(self._carry, number, content))
         except BaseException:
             self._room.release()
             raise
 
-    def _carry(self, number: int, memory: bytearray) -> None:
+    def _carry(self, number: int, content: bytes) -> None:
         """Send one part; on a thread of the pool."""
         try:
             if self._failure is None:
                 answer: Any = self._client.call_s3(
-                    "upload_part", self.name, PartNumber=number + 1, UploadId=self._upload_id, Body=memory
+                    "upload_part", self.name, content, PartNumber=number + 1, UploadId=self._upload_id
                 )
                 with self._lock:
                     self._sent[number + 1] = answer["ETag"]
-                    if len(memory) == self._part_nbytes:
-                        self._spare.append(memory)
         except BaseException as error:
             self._failure = self._failure or error
         finally:
