@@ -323,6 +323,14 @@ class Storage(ABC):
         """Return the sizes of many files, in their order; None for each that is missing."""
         return [self.size(name) for name in names]
 
+    def remove_unfinished(self, is_removable: Callable[[str], bool]) -> None:
+        """Remove what is left of files that were never completed, where that is not seen by `list`.
+
+        Args:
+            is_removable: Tells by a file's name whether nobody works on it any more.
+        """
+        return
+
     def exists(self, name: str) -> bool:
         """Return whether there is a file of this name."""
         return self.size(name) is not None

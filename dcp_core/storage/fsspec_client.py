@@ -203,6 +203,16 @@ class FsspecClient:
         if self.knows_directories:
             self._or_none("remove the directory", name, lambda file_system, path: file_system.rmdir(path))
 
+    def unfinished(self) -> list[tuple[str, str]]:
+        """The files whose parts were begun to be sent and are not put together: name and id of the upload each."""
+
+        def request(file_system: Any, path: str) -> list[tuple[str, str]]:
+            bucket, key, _ = file_system.split_path(path)
+            answer = file_system.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=f"{key}/")
+            return [(found["Key"][len(key) + 1 :], found["UploadId"]) for found in answer.get("Uploads", ())]
+
+        return (self._or_none("list the unfinished files of", "", request) or []) if self.has_parts else []
+
     def call_s3(self, method: str, name: str, body: bytes | None = None, **arguments: Any) -> Any:
         """Make a request that only S3 knows."""
         what = method.replace("_", " ")

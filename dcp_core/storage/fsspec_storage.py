@@ -8,7 +8,9 @@ that passes are made again, a few times.
 from __future__ import annotations
 
 import errno
+import logging
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -29,8 +31,10 @@ RANGE_BYTES = 8 << 20
 HELD_BYTES = 16 << 20
 """A smaller file that may be replaced is read whole when it is opened, so that no reader sees two contents of it."""
 
+_LOG = logging.getLogger("dcp.storage")
 _READS_AT_ONCE = 8
 _SHORT_READS = 3
+_SIZE_SECONDS = 30.0
 
 
 def open_fsspec_url(url: str, options: Mapping[str, Any] | None = None) -> FsspecStorage | None:
@@ -67,6 +71,7 @@ class FsspecStorage(Storage):
         self.retries = retries or Retries()
         self._client = FsspecClient(url.rstrip("/"), options or {}, self.retries)
         self._room = threading.BoundedSemaphore(PARTS_IN_FLIGHT)
+        self._seen: dict[str, tuple[int, float]] = {}
 
     @property
     def url(self) -> str:
@@ -112,7 +117,10 @@ class FsspecStorage(Storage):
     def size(self, name: str) -> int | None:
         """Return the size of a file in bytes, None when there is none."""
         found = self._client.look_up(check_name(name))
-        return None if found is None else self._size_of(name, found)
+        nbytes = None if found is None else self._size_of(name, found)
+        if nbytes is not None and _is_unique(name):
+            self._seen[name] = nbytes, time.monotonic()
+        return nbytes
 
     def sizes(self, names: Sequence[str]) -> Sequence[int | None]:
         """Return the sizes of many files, by several requests at once."""
@@ -141,7 +149,9 @@ class FsspecStorage(Storage):
 
     def open_read(self, name: str) -> ReadHandle:
         """Open a file to read."""
-        nbytes = self.size(name)
+        nbytes, seen_at = self._seen.pop(name, (None, 0.0))
+        if time.monotonic() - seen_at > _SIZE_SECONDS:
+            nbytes = self.size(name)
         if nbytes is None:
             raise self._absent(name)
         if parse_data_file_name(name) is not None or nbytes > HELD_BYTES:
@@ -208,6 +218,15 @@ class FsspecStorage(Storage):
     def remove_directory(self, name: str) -> None:
         """Remove what lies in a directory; a missing one is fine."""
         self._client.remove_directory(check_name(name))
+
+    def remove_unfinished(self, is_removable: Callable[[str], bool]) -> None:
+        """Remove the parts of files that nobody will put together; whoever may not list them leaves them there."""
+        try:
+            for name, upload_id in self._client.unfinished():
+                if is_removable(name):
+                    self._client.call_s3("abort_multipart_upload", name, UploadId=upload_id)
+        except StorageError as error:
+            _LOG.debug("%s", error)
 
     def touch(self, name: str) -> None:
         """Put a file's content once more, which gives it the time of now."""
@@ -284,6 +303,12 @@ class _RangedHandle(ReadHandle):
 
     def close(self) -> None:
         """Nothing is open."""
+
+
+def _is_unique(name: str) -> bool:
+    """Whether a name is never used for another content, so that what was seen of it a moment ago holds."""
+    parsed = parse_data_file_name(name)
+    return parsed is not None and bool(parsed[3])
 
 
 def _check_range(storage: FsspecStorage, handle: ReadHandle, offset: int, nbytes: int) -> None:
