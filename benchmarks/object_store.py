@@ -3,10 +3,9 @@
     python -m benchmarks.object_store --mib 256 --json object_store.json
     python -m benchmarks.object_store --quick
 
-The server (moto's) has a process of its own and keeps objects in memory. Every contestant runs in a fresh process on one
-rank; the first save and load there are not counted, since they import the client and connect. Contestants take turns.
-Ours writes checksums and verifies them. What the server takes is part of all figures: it is written in Python, and one
-request at a time keeps it busy.
+The server has a process of its own and keeps objects in memory (`benchmarks.s3_server`). Every contestant runs in a
+fresh process on one rank; the first save and load there are not counted, since they import the client and connect.
+Contestants take turns. Ours writes checksums and verifies them. Clients leave out checksums of their own, for both.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ import os
 import random
 import statistics
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,6 +25,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from benchmarks.machine import write_json
+from benchmarks.s3_server import S3Server
 from benchmarks.workloads import MIB
 
 TENSOR_BYTES = 16 * MIB
@@ -35,6 +36,8 @@ ENVIRONMENT = {
     "AWS_SECRET_ACCESS_KEY": "loopback",
     "AWS_DEFAULT_REGION": "us-east-1",
     "AWS_EC2_METADATA_DISABLED": "true",
+    "AWS_REQUEST_CHECKSUM_CALCULATION": "when_required",
+    "AWS_RESPONSE_CHECKSUM_VALIDATION": "when_required",
 }
 
 
@@ -60,20 +63,11 @@ class Outcome:
 
 def _serve(connection: Connection) -> None:
     """Run the server until the other end closes."""
-    import boto3
-    from moto.server import ThreadedMotoServer
-
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    url = f"http://{host}:{port}"
-    boto3.client("s3", endpoint_url=url, **_CLIENT).create_bucket(Bucket=BUCKET)
-    connection.send(url)
+    server = S3Server()
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    connection.send(server.url)
     connection.poll(None)
-    server.stop()
-
-
-_CLIENT = {"region_name": "us-east-1", "aws_access_key_id": "loopback", "aws_secret_access_key": "loopback"}
+    server.shutdown()
 
 
 @contextmanager
@@ -83,7 +77,7 @@ def running_server() -> Iterator[str]:
     here, there = context.Pipe()
     process = context.Process(target=_serve, args=(there,), daemon=True)
     process.start()
-    there.close()
+    there.close()  # so that the server sees when this end is closed
     try:
         if not here.poll(60):
             raise TimeoutError("the S3 server did not start")
@@ -189,7 +183,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     outcomes = measure(tuple(CONTESTANTS), mib, rounds, options.seed)
     sys.stdout.write(table(outcomes, mib) + "\n")
     if options.json:
-        write_json(options.json, {"mib": mib, "outcomes": [asdict(outcome) for outcome in outcomes]})
+        write_json(options.json, ("s3fs",), mib=mib, outcomes=[asdict(outcome) for outcome in outcomes])
 
 
 if __name__ == "__main__":
