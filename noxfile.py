@@ -16,7 +16,7 @@ nox.options.sessions = ["tests"]
 TORCH = "torch==2.13.0"  # exact: an open range may take another build, of several gigabytes
 MINDSPORE = "mindspore==2.10.0"
 ONE_THREAD_A_RANK = {"OMP_NUM_THREADS": "1"}
-BENCHMARKS = ("engines", "async_save", "shared_reads", "conversions", "plan_scale")
+BENCHMARKS = ("engines", "async_save", "shared_reads", "conversions", "object_store", "plan_scale")
 BENCH_PEERS = ("torchsnapshot", "orbax-checkpoint", "torch_checkpointing")
 IN_ORDER = ("lint", "types", "docs", "tests_numpy2", "demo", "tests_mindspore", "tests_torch")
 

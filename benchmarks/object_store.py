@@ -116,15 +116,15 @@ def ours_load(state: dict[str, Any], url: str) -> None:
 
 
 def torch_save(state: dict[str, Any], url: str) -> None:
-    from torch.distributed.checkpoint import save
     from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
+    from torch.distributed.checkpoint.state_dict_saver import save
 
     save(state, storage_writer=FsspecWriter(url), no_dist=True)
 
 
 def torch_load(state: dict[str, Any], url: str) -> None:
-    from torch.distributed.checkpoint import load
     from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
+    from torch.distributed.checkpoint.state_dict_loader import load
 
     load(state, storage_reader=FsspecReader(url), no_dist=True)
 

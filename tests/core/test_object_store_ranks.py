@@ -291,7 +291,7 @@ def test_threads_share_memory_urls() -> None:
         try:
             own = {"weight": np.full(1000, float(number)), "step": number}
             api.save(own, checkpoint_id=f"{url}{number}")
-            target = {"weight": np.zeros(1000), "step": -1}
+            target: dict[str, Any] = {"weight": np.zeros(1000), "step": -1}
             api.load(target, checkpoint_id=f"{url}{number}")
             assert target["step"] == number and (target["weight"] == number).all()
         except BaseException as error:
