@@ -139,6 +139,12 @@ def test_what_passes_is_told_from_what_does_not(error: Exception, passes: bool) 
     assert is_passing(wrapped) is passes
 
 
+def test_an_answer_that_follows_a_fault_is_an_answer() -> None:
+    absent = FileNotFoundError()
+    absent.__context__ = ConnectionResetError()
+    assert not is_passing(absent)
+
+
 # -- large files ------------------------------------------------------------------------------------------------------
 
 
