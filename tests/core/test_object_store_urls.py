@@ -155,6 +155,7 @@ def test_what_a_client_says_is_scrubbed_of_secret_options() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(FsspecClient, "_file_system", lambda self: None)
         client = FsspecClient("memory://x", options, Retries())
+    assert client.scrubbed("no https://host/x?sig=abc") == "no https://host/x?***"
     assert client.scrubbed("abcdefg of hijklmn at http://127.0.0.1:1") == "*** of *** at http://127.0.0.1:1"
     assert client.cause(ValueError()) is None
 
