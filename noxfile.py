@@ -18,7 +18,10 @@ MINDSPORE = "mindspore==2.10.0"
 ONE_THREAD_A_RANK = {"OMP_NUM_THREADS": "1"}
 QUIET_MINDSPORE = {"GLOG_v": "3"}
 MINDSPORE_PAGE = "tests/docs/test_code_blocks.py::test_the_python_blocks_of_a_page_run[docs/how-to/mindspore.md]"
-BENCHMARKS = ("engines", "async_save", "shared_reads", "conversions", "plan_scale", "inspect_scale", "mindspore_files")
+BENCHMARKS = (
+    *("engines", "async_save", "shared_reads", "conversions", "object_store"),
+    *("plan_scale", "inspect_scale", "mindspore_files"),
+)
 BENCH_PEERS = ("torchsnapshot", "orbax-checkpoint", "torch_checkpointing", MINDSPORE)
 IN_ORDER = ("lint", "types", "docs", "tests_numpy2", "demo", "tests_mindspore", "tests_torch")
 

@@ -42,6 +42,7 @@ from dcp_core.plugin_claims import (
 )
 from dcp_core.plugin_discovery import BUILT_IN, PluginRecord, discover, installed_plugins, read_plugin
 from dcp_core.storage.base import Storage
+from dcp_core.storage.urls import redacted
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -231,7 +232,7 @@ class PluginRegistry:
             raise
         except Exception as error:
             raise AdapterError(
-                f"{claim.entry.factory} of the plugin {claim.plugin.label} made no storage of {url!r}: "
+                f"{claim.entry.factory} of the plugin {claim.plugin.label} made no storage of {redacted(url)!r}: "
                 f"{type(error).__name__}: {error}"
             ) from error
 

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import settings
 
 from tests.background_processes import end_own
+from tests.core.object_store import ObjectStore, running_store
 
 
 def pytest_configure() -> None:
@@ -26,3 +27,20 @@ def own_background_processes_end() -> Iterator[None]:
     """A test that saves asynchronously in the process that runs the tests leaves nothing to the tests after it."""
     yield
     end_own()
+
+
+@pytest.fixture(scope="session")
+def object_store_server() -> Iterator[ObjectStore]:
+    """A real S3 server, one for all tests of this process."""
+    with running_store() as store:
+        yield store
+
+
+@pytest.fixture
+def object_store(object_store_server: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> Iterator[ObjectStore]:
+    """The server, for this process and all that it starts; no request fails yet."""
+    for name, value in object_store_server.environment().items():
+        monkeypatch.setenv(name, value)
+    object_store_server.traffic.clear()
+    yield object_store_server
+    object_store_server.traffic.clear()

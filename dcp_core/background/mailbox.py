@@ -18,7 +18,7 @@ from dcp_core.coordination.exchange import COORDINATOR
 from dcp_core.coordination.frames import Frame, FrameKind, decode_frame, encode_frame
 from dcp_core.coordination.verdict import ANY_STAGE, decode_failure, error_frame
 from dcp_core.errors import CoordinationError, encode_error, merge_errors
-from dcp_core.execution.interfaces import MailboxFolder
+from dcp_core.execution.interfaces import KeyedMailboxFolder, MailboxFolder
 
 ABSENCE_SECONDS = 120.0
 """How long a folder must be missing before it counts as gone: twice what network file systems remember."""
@@ -35,6 +35,7 @@ _FIRST_COMMIT_LOOK_SECONDS = 2.0
 _LONGEST_COMMIT_LOOK_SECONDS = 30.0
 _PROMPT_READING_SECONDS = 2.0
 _READING_SECONDS = 75.0
+_KEYED_LOOK_SECONDS = 1.0
 
 _COMMITTED = encode_frame(Frame(FrameKind.SHARED, ANY_STAGE))
 
@@ -63,7 +64,8 @@ class Mailbox:
     On a `MailboxFolder` the coordinator's process makes the folder, in `open` or else when it first waits; the others
     wait for it to appear, and never make it, so that one that has been removed stays removed. Call `open` before
     anybody else can know the save's id: then a rank that comes after everything is over finds out in two minutes.
-    Any other channel will do as well, where messages of several saves may lie side by side.
+    Any other channel will do as well, where messages of several saves may lie side by side. On a `KeyedMailboxFolder`
+    a wait ends by what is found under a known name; a listing only spares looks for many ranks at once.
 
     Args:
         board: What carries the messages.
@@ -89,6 +91,8 @@ class Mailbox:
         self.key = key
         self._board = board
         self._folder = board if isinstance(board, MailboxFolder) else None
+        self._keyed = board if isinstance(board, KeyedMailboxFolder) else None
+        self._abort_look = float("-inf")
         self._is_committed = is_committed
         self._check = check
         self._reception: Reception | None = None
@@ -290,7 +294,7 @@ class Mailbox:
             return None
         if sender == COORDINATOR and self._learns_of_commit(is_last_look=is_last_look):
             return _COMMITTED
-        abort = self._abort_of(sender)
+        abort = self._abort_of(sender, is_probe=is_last_look)
         if abort is None:
             return None
         message = self._board.wait(name, 0.0)  # what the rank posted before it died counts
@@ -301,17 +305,23 @@ class Mailbox:
         failure = merge_errors(decode_failure(decode_frame(abort).body).causes)
         return encode_frame(Frame(FrameKind.ERROR, ANY_STAGE, encode_error(failure)))
 
-    def _abort_of(self, rank: int) -> bytes | None:
+    def _abort_of(self, rank: int, *, is_probe: bool) -> bytes | None:
         name = self._abort_name(rank)
         if self._folder is None:
             return self._board.wait(name, _PROBE_SECONDS)
+        if self._keyed is not None and not is_probe:
+            now = time.monotonic()
+            if now < self._abort_look:
+                return None
+            self._abort_look = now + _KEYED_LOOK_SECONDS
+            return self._board.wait(name, 0.0)
         names = self._names(self._folder, _LISTING_SECONDS)
         return None if names is None or name not in names else self._board.wait(name, 0.0)
 
     def _learns_of_commit(self, *, is_last_look: bool) -> bool:
         """Look at the checkpoint now and then, often once the folder is gone, and when the time is up."""
         now = time.monotonic()
-        is_absent = self._folder is not None and self._names(self._folder, _LISTING_SECONDS) is None
+        is_absent = self._is_absent()
         if not is_absent:
             self._was_seen, self._absent_since = True, None
         elif self._absent_since is None:
@@ -327,6 +337,11 @@ class Mailbox:
         if self._absent_since is not None and now - self._absent_since > ABSENCE_SECONDS:
             raise self._gone()
         return False
+
+    def _is_absent(self) -> bool:
+        if self._keyed is not None:
+            return not self._keyed.is_there(_KEYED_LOOK_SECONDS)
+        return self._folder is not None and self._names(self._folder, _LISTING_SECONDS) is None
 
     def _asked(self) -> bool:
         """Whether the save is known to be committed; False when that cannot be seen."""

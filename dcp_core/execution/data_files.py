@@ -166,10 +166,16 @@ class TensorFiles:
             IncompleteError: A file is missing, or of another size.
             CorruptError: The metadata says what no file can be.
         """
-        for row in rows:
-            facts = self.facts(row)
+        all_facts = [self.facts(row) for row in rows]
+        for facts in all_facts:
             check_facts(facts)
-            check_size(self._storage, facts)
+        for facts, found in zip(all_facts, self._storage.sizes([facts.name for facts in all_facts]), strict=True):
+            _compare_size(self._storage, facts, found)
+
+    @property
+    def requests_at_once(self) -> int:
+        """How many reads the storage wants at a time at least."""
+        return self._storage.requests_at_once
 
     @property
     def next_to_close(self) -> OpenFile | None:

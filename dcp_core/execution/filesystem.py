@@ -36,6 +36,7 @@ from dcp_core.execution.interfaces import (
     WriteSource,
 )
 from dcp_core.execution.object_files import ObjectFiles
+from dcp_core.execution.object_mailbox import ObjectMailbox
 from dcp_core.execution.present_metadata import metadata_name, open_present, refuse_unknown, replacement_explained
 from dcp_core.execution.read_engine import read_tensors
 from dcp_core.execution.read_probe import probe_rate
@@ -49,11 +50,13 @@ from dcp_core.planning.span_columns import PlannedRegion, columns_of
 from dcp_core.planning.standard_load import StandardLoadPlanner
 from dcp_core.storage.base import Storage, check_name
 from dcp_core.storage.commit import Opening, abort, begin, commit, heartbeat
+from dcp_core.storage.fsspec_storage import FsspecStorage, open_fsspec_url
 from dcp_core.storage.local import LocalStorage
 from dcp_core.storage.operations import FileOperations
+from dcp_core.storage.urls import is_url, redacted
 
 OpenUrl = Callable[[str], Storage | None]
-"""Makes the storage of a URL whose scheme is not ``file``; None where nobody knows the scheme."""
+"""Makes the storage of a URL whose scheme is not ``file``; None where no plugin knows the scheme."""
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://")
 _WORD = (1 << 64) - 1
@@ -66,8 +69,10 @@ def is_other_url(checkpoint_id: CheckpointId) -> bool:
     >>> is_other_url("memory://a"), is_other_url("file:///a"), is_other_url("/a")
     (True, False, False)
     """
-    match = _SCHEME.match(checkpoint_id) if isinstance(checkpoint_id, str) else None
-    return match is not None and match[1].lower() != "file"
+    if not isinstance(checkpoint_id, str) or not is_url(checkpoint_id):
+        return False
+    match = _SCHEME.match(checkpoint_id)
+    return match is None or match[1].lower() != "file" or "::" in checkpoint_id
 
 
 def local_path(checkpoint_id: CheckpointId) -> str:
@@ -95,9 +100,9 @@ def local_path(checkpoint_id: CheckpointId) -> str:
         return path
     if match[1].lower() != "file":
         raise ArgumentError(
-            f"checkpoint_id {path!r} has the scheme {match[1]!r}; expected a path, a file:// URL, or "
-            "one whose scheme an installed plugin knows (`dcp plugins` lists them); or pass a storage_writer or "
-            "storage_reader that knows it"
+            f"checkpoint_id {redacted(path)!r} has the scheme {match[1]!r}; expected a path, a file:// URL, or "
+            "one whose scheme an installed plugin knows (`dcp plugins` lists them) or fsspec; or pass a "
+            "storage_writer or storage_reader that knows it"
         )
     host, slash, rest = path[match.end() :].partition("/")
     if host not in ("", "localhost") or not slash:
@@ -136,10 +141,19 @@ def _absolute(path: str) -> str:
 class _Directory:
     """Which storage a writer or a reader works on."""
 
-    def __init__(self, path: CheckpointId | None, storage: Storage | None, open_url: OpenUrl | None) -> None:
+    def __init__(
+        self,
+        path: CheckpointId | None,
+        storage: Storage | None,
+        open_plugin_url: OpenUrl | None,
+        storage_options: Mapping[str, Any] | None,
+    ) -> None:
         if path is not None and storage is not None:
             raise ArgumentError("a path and a storage were given; one of them says where the checkpoint is")
-        self._open_url = open_url
+        if storage_options is not None and not isinstance(storage_options, Mapping):
+            raise ArgumentError(f"storage_options must be a mapping, found {type(storage_options).__name__}")
+        self._open_plugin_url = open_plugin_url
+        self._storage_options = storage_options
         self._path: str | None = None
         self._storage = storage
         if path is not None:
@@ -160,16 +174,27 @@ class _Directory:
             raise ArgumentError(_NOWHERE)
 
     def _opened(self, checkpoint_id: CheckpointId) -> Storage | None:
-        """The storage of a URL that is none of a file; None for a path, and where nobody knows the scheme."""
-        if self._open_url is None or not is_other_url(checkpoint_id):
+        """The storage of a URL that is none of a file: a plugin's, else fsspec's; None where neither knows it."""
+        if not is_other_url(checkpoint_id):
             return None
-        return self._open_url(str(checkpoint_id))
+        url = str(checkpoint_id)
+        opened = None if self._open_plugin_url is None else self._open_plugin_url(url)
+        return open_fsspec_url(url, self._storage_options) if opened is None else opened
 
     @property
     def path(self) -> str | None:
         """Where it is; None for a storage that was given, or that does its operations in a way of its own."""
         is_plain = isinstance(self._storage, LocalStorage) and type(self._storage.operations) is FileOperations
         return self._path if is_plain else None
+
+    @property
+    def arguments(self) -> dict[str, Any] | None:
+        """What another process makes a writer of the same place from; None where only this one can."""
+        storage = self._storage
+        if isinstance(storage, FsspecStorage) and not storage.is_in_process:
+            options = {"storage_options": dict(storage.options)} if storage.options else {}
+            return {"path": storage.url, **options}
+        return None if self.path is None else {"path": self.path}
 
     @property
     def storage(self) -> Storage:
@@ -195,11 +220,13 @@ class FileSystemWriter(StorageWriter):
     """Writes checkpoints into directories.
 
     Args:
-        path: The checkpoint's directory, or a `file://` URL of it; `checkpoint_id` of a save replaces it.
+        path: The checkpoint's directory, or a URL of it; `checkpoint_id` of a save replaces it.
         durable: Whether data reaches the disk before a save is complete.
         storage: A storage to use instead of `path`.
-        open_url: Makes storages of URLs that name no file; without it they are refused. `save` passes what the
-            installed plugins know, `dcp_core.plugins.open_storage`.
+        open_url: Makes storages of URLs that name no file; fsspec makes those of which this knows nothing. `save`
+            passes what the installed plugins know, `dcp_core.plugins.open_storage`.
+        storage_options: What fsspec gets beside a URL, such as an endpoint. Credentials are better left to the
+            environment; none of this is stored or logged.
     """
 
     def __init__(
@@ -209,9 +236,10 @@ class FileSystemWriter(StorageWriter):
         durable: bool = True,
         storage: Storage | None = None,
         open_url: OpenUrl | None = None,
+        storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         self.durable = durable
-        self._directory = _Directory(path, storage, open_url)
+        self._directory = _Directory(path, storage, open_url, storage_options)
         self._context: WriteContext | None = None
         self._opening: Opening | None = None
         self._written: list[str] = []
@@ -289,11 +317,11 @@ class FileSystemWriter(StorageWriter):
         return metadata
 
     def open_mailbox(self, save_id: str) -> MailboxFolder | None:
-        """The directory `.mailbox-<save_id>` of the checkpoint; None where a storage was given that has no files."""
-        storage = self._directory.storage
-        if not isinstance(storage, LocalStorage):
-            return None
-        return _MailboxDirectory(storage, check_name(f"{MAILBOX_PREFIX}{save_id}"))
+        """The directory `.mailbox-<save_id>` of the checkpoint; None for a storage that is not one of ours."""
+        storage, name = self._directory.storage, check_name(f"{MAILBOX_PREFIX}{save_id}")
+        if isinstance(storage, FsspecStorage):
+            return ObjectMailbox(storage, name)
+        return _MailboxDirectory(storage, name) if isinstance(storage, LocalStorage) else None
 
     def rebuild_arguments(self) -> Mapping[str, Any] | None:
         """The path and the options; a subclass that needs no more, or gives its own, overrides this."""
@@ -301,8 +329,8 @@ class FileSystemWriter(StorageWriter):
 
     def path_arguments(self) -> dict[str, Any] | None:
         """The arguments of this class that point another writer at the same directory; None where it has no path."""
-        path = self._directory.path
-        return None if path is None else {"path": path, "durable": self.durable}
+        arguments = self._directory.arguments
+        return None if arguments is None else {**arguments, "durable": self.durable}
 
     def abort_checkpoint(self) -> None:
         """Remove what this rank wrote, and the save's intent record where this rank made it."""
@@ -322,9 +350,10 @@ class FileSystemReader(StorageReader):
     """Reads checkpoints from directories.
 
     Args:
-        path: The checkpoint's directory, or a `file://` URL of it; `checkpoint_id` of a load replaces it.
+        path: The checkpoint's directory, or a URL of it; `checkpoint_id` of a load replaces it.
         storage: A storage to use instead of `path`.
-        open_url: Makes storages of URLs that name no file; without it they are refused.
+        open_url: Makes storages of URLs that name no file; fsspec makes those of which this knows nothing.
+        storage_options: What fsspec gets beside a URL.
     """
 
     shares_reads = True
@@ -335,8 +364,9 @@ class FileSystemReader(StorageReader):
         *,
         storage: Storage | None = None,
         open_url: OpenUrl | None = None,
+        storage_options: Mapping[str, Any] | None = None,
     ) -> None:
-        self._directory = _Directory(path, storage, open_url)
+        self._directory = _Directory(path, storage, open_url, storage_options)
         self._metadata: Metadata | None = None
         self._context = ReadContext(0, 1)
         self._objects: ObjectFiles | None = None

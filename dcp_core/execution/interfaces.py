@@ -228,6 +228,15 @@ class MailboxFolder(KeyValueChannel, Protocol):
         ...
 
 
+@runtime_checkable
+class KeyedMailboxFolder(MailboxFolder, Protocol):
+    """A folder whose listings may be late or costly: what matters is looked for by its name."""
+
+    def is_there(self, max_age_seconds: float = 0.0) -> bool:
+        """Return whether the folder is there, as was seen not longer ago than this."""
+        ...
+
+
 class StorageWriter(ABC):
     """Puts a checkpoint into storage. One instance serves many saves, one at a time.
 

@@ -96,7 +96,8 @@ class _ReadEngine:
         self._columns = columns
         self._hulls = hulls_of(columns)
         self._target = target
-        threads = min(usable_threads(), int(self._hulls.nbytes.sum()) // THREAD_BYTES)
+        most_threads = max(usable_threads(), files.requests_at_once)
+        threads = min(most_threads, int(self._hulls.nbytes.sum()) // THREAD_BYTES)
         self._batch_rows = BATCH_ROWS
         if getattr(spans, "share_memory", False):
             threads = 0  # of targets that share memory the last one wins, as it is read last

@@ -40,6 +40,7 @@ from dcp_core.recipes.job import Descriptions, Job, ObjectEncoding, attempt, log
 from dcp_core.recipes.shared_reads import SharedReads
 from dcp_core.state_path import StatePath, plain_name
 from dcp_core.state_tree import OpenedStateful, check_settable, expand_stateful, set_value
+from dcp_core.storage.urls import redacted
 
 HANDED_OUT_BYTES = 1 << 30
 """Metadata travels to the ranks as bytes while its size times their number stays below this."""
@@ -142,7 +143,7 @@ class LoadRecipe:
         """What must be the same on all ranks."""
         options = self.options
         return {
-            "checkpoint_id": None if options.checkpoint_id is None else str(options.checkpoint_id),
+            "checkpoint_id": None if options.checkpoint_id is None else redacted(str(options.checkpoint_id)),
             "planner": (type(self.planner).__qualname__, self.planner.options()),
             "storage_reader": (type(self.reader).__qualname__, self.reader.options()),
             "timeout_seconds": options.timeout_seconds,

@@ -11,6 +11,7 @@ from dcp_core.formats.cuts import Cut
 from dcp_core.formats.key_map import KeyMap
 from dcp_core.plugins import open_storage
 from dcp_core.storage.base import Storage
+from dcp_core.storage.fsspec_storage import open_fsspec_url
 from dcp_core.storage.local import LocalStorage
 
 
@@ -25,8 +26,10 @@ def storage_at(place: CheckpointId | Storage) -> Storage:
     """
     if isinstance(place, Storage):
         return place
-    opened = open_storage(place) if isinstance(place, str) and is_other_url(place) else None
-    return LocalStorage(local_path(place)) if opened is None else opened
+    if not is_other_url(place):
+        return LocalStorage(local_path(place))
+    opened = open_storage(str(place)) or open_fsspec_url(str(place))
+    return LocalStorage(local_path(place)) if opened is None else opened  # local_path says that nobody knows it
 
 
 def dcp_reader(src: CheckpointId) -> FileSystemReader:

@@ -35,6 +35,7 @@ from dcp_core.planning.write_list import WriteList
 from dcp_core.recipes.agreement import Agreement, Offer, argument_digests, check_arguments, common_plan
 from dcp_core.recipes.job import Descriptions, Job, ObjectEncoding, attempt
 from dcp_core.state_tree import expand_stateful
+from dcp_core.storage.urls import redacted
 
 PLAN_CACHE: PlanCache[EncodedBody] = PlanCache()
 """The plans of this process."""
@@ -214,7 +215,7 @@ class SaveFront:
         """What must be the same on all ranks."""
         options = self._options
         return {
-            "checkpoint_id": None if options.checkpoint_id is None else str(options.checkpoint_id),
+            "checkpoint_id": None if options.checkpoint_id is None else redacted(str(options.checkpoint_id)),
             "planner": (type(self.planner).__qualname__, self.planner.options()),
             "storage_writer": type(self._writer).__qualname__,
             "timeout_seconds": options.timeout_seconds,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from types import TracebackType
 
@@ -198,7 +198,16 @@ class Storage(ABC):
     """A flat directory of named files.
 
     Names are plain components (`check_name`). What another process wrote and synced is seen by all.
+
+    Attributes:
+        is_object_store: Whether `create` is exclusive only among those who do not create at the same moment, and a
+            directory without files is as good as none. Data files carry the id of their save then, all of them.
+        requests_at_once: How many reads are made at a time at least, since each waits for the storage; 0: as many as
+            there are cores.
     """
+
+    is_object_store = False
+    requests_at_once = 0
 
     @abstractmethod
     def describe(self) -> str:
@@ -334,6 +343,46 @@ class Storage(ABC):
             return check_name(self.read(name).decode())
         except (UnicodeDecodeError, ArgumentError):
             return None
+
+    def put(
+        self,
+        name: str,
+        content: BytesLike,
+        *,
+        temporary: str,
+        durable: bool = True,
+        ready: Callable[[], None] | None = None,
+    ) -> None:
+        """Give a name a content in one step, replacing what has it.
+
+        Args:
+            name: The name.
+            content: What it shall have.
+            temporary: Name of a file that is made on the way, where there is one; it stays when this fails.
+            durable: Whether to wait until the content is on the disk before the step (the name needs `sync`).
+            ready: Called right before the step; what it raises prevents it.
+
+        Raises:
+            StorageError: It cannot be done; what had the name still has it.
+        """
+        self.write_file(temporary, content, durable=durable)
+        if durable:
+            self.sync()
+        if ready is not None:
+            ready()
+        self.publish(temporary, name)
+
+    def sizes(self, names: Sequence[str]) -> Sequence[int | None]:
+        """Return the sizes of many files, in their order; None for each that is missing."""
+        return [self.size(name) for name in names]
+
+    def remove_unfinished(self, is_removable: Callable[[str], bool]) -> None:
+        """Remove what is left of files that were never completed, where that is not seen by `list`.
+
+        Args:
+            is_removable: Tells by a file's name whether nobody works on it any more.
+        """
+        return
 
     def exists(self, name: str) -> bool:
         """Return whether there is a file of this name."""

@@ -1,8 +1,8 @@
 """How a save begins, commits and is taken back, so that at every moment one checkpoint in the directory is whole.
 
-New files have names that no other save uses and are created exclusively; one rename of the metadata switches from
-the old set to the new; only then the old files go. Runs on the rank that decides (the coordinator, or a rank that
-saves alone). In: names, sizes, the metadata's bytes. Out: a changed directory.
+New files have names that no other save uses and are created exclusively; one step of the metadata, a rename or a put,
+switches from the old set to the new; only then the old files go. Runs on the rank that decides (the coordinator, or a
+rank that saves alone). In: names, sizes, the metadata's bytes. Out: a changed directory.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def begin(storage: Storage, save_id: str, *, rank: int | None, files_of: FilesOf
     storage.prepare()
     post_intent(storage, save_id, rank)
     try:
-        suffix = _choose_suffix(storage.list(), save_id, rank)
+        suffix = f".{save_id}" if storage.is_object_store else _choose_suffix(storage.list(), save_id, rank)
         opening = Opening(save_id, suffix, rank)
         sweep(storage, opening, files_of)
     except BaseException:
@@ -113,16 +113,18 @@ def commit(
     """
     name = name or _metadata_name(opening)
     temporary = temporary_name(name, opening.save_id)
+    replaced: frozenset[str] | None = None
+
+    def ready() -> None:
+        nonlocal replaced
+        _check_files(storage, expected)
+        if opening.rank is not None:
+            _refuse_shadow(storage, opening.rank)
+        replaced = named_files(storage, name, files_of)
+        _confirm_alive(storage, opening)
+
     _confirm_alive(storage, opening)
-    storage.write_file(temporary, metadata, durable=durable)
-    if durable:
-        storage.sync()
-    _check_files(storage, expected)
-    if opening.rank is not None:
-        _refuse_shadow(storage, opening.rank)
-    replaced = named_files(storage, name, files_of)
-    _confirm_alive(storage, opening)
-    storage.publish(temporary, name)
+    storage.put(name, metadata, temporary=temporary, durable=durable, ready=ready)
     obsolete = None if replaced is None else replaced - expected.keys()
     _settle(storage, opening, obsolete, files_of, durable=durable)
 
@@ -206,10 +208,9 @@ def _confirm_alive(storage: Storage, opening: Opening) -> None:
 
 def _check_files(storage: Storage, expected: Mapping[str, int]) -> None:
     faults = []
-    for name, nbytes in expected.items():
-        found = storage.size(name)
-        if found != nbytes and found is not None:
-            found = _fresh_size(storage, name)
+    sizes = storage.sizes(list(expected))
+    for (name, nbytes), seen in zip(expected.items(), sizes, strict=True):
+        found = _fresh_size(storage, name) if seen != nbytes and seen is not None else seen
         if found is None:
             faults.append(f"{name!r} is missing")
         elif found != nbytes:

@@ -128,9 +128,8 @@ def post_intent(storage: Storage, save_id: str, rank: int | None) -> None:
     """
     name = intent_name(save_id, rank)
     fields = asdict(Owner.current()) | {"since": time.time(), "rank": rank}
-    storage.write_file(f"{name}.tmp", json.dumps(fields).encode(), durable=False)
     try:
-        storage.publish(f"{name}.tmp", name)
+        storage.put(name, json.dumps(fields).encode(), temporary=f"{name}.tmp", durable=False)
     except BaseException:
         with suppress(DcpError):
             storage.remove(f"{name}.tmp")

@@ -138,6 +138,7 @@ def _sweep(storage: Storage, opening: Opening, files_of: FilesOf) -> None:
     if removable:
         named = _all_named(storage, opening.rank, files_of)
         remove_quietly(storage, [name for name in removable if named is not None and name not in named])
+    storage.remove_unfinished(lambda name: _has_no_owner(storage, opening, name))
     _remove_mailboxes(storage, names, dead, now_seconds)
 
 
@@ -201,6 +202,13 @@ def _without_owner(storage: Storage, opening: Opening, found: Sequence[_Found]) 
         others = [rank for _, rank in _other_intents(opening, storage.list())]
         removable += [made.name for made in plain if not any(concerns(made.rank, rank) for rank in others)]
     return removable
+
+
+def _has_no_owner(storage: Storage, opening: Opening, name: str) -> bool:
+    made = _parse(name)
+    if made is None or made.save_id == opening.save_id or not concerns(opening.rank, made.rank):
+        return False
+    return bool(_without_owner(storage, opening, [made]))
 
 
 def _all_named(storage: Storage, rank: int | None, files_of: FilesOf) -> frozenset[str] | None:

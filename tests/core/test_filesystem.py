@@ -393,7 +393,7 @@ def test_paths_and_file_urls_name_directories(given: str | Path, expected: str) 
 @pytest.mark.parametrize(
     ("given", "match"),
     [
-        ("s3://bucket/x", "scheme 's3'"),
+        ("s9://bucket/x", "scheme 's9'"),
         ("file://host/tmp/x", "host 'host'"),
         ("file://", "expected file:///path"),
         ("", "no path"),

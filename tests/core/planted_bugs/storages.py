@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -170,12 +170,12 @@ class ListsWhatIsNotThere(LocalStorage):
 class RemembersSizes(LocalStorage):
     def __init__(self, path: Path) -> None:
         super().__init__(path)
-        self.sizes: dict[str, int | None] = {}
+        self.remembered: dict[str, int | None] = {}
 
     def size(self, name: str) -> int | None:
-        if self.sizes.get(name) is None:
-            self.sizes[name] = super().size(name)
-        return self.sizes[name]
+        if self.remembered.get(name) is None:
+            self.remembered[name] = super().size(name)
+        return self.remembered[name]
 
     def write_file(self, name: str, content: Any, *, durable: bool = True) -> None:
         super().write_file(name, content, durable=durable)
@@ -245,6 +245,26 @@ class LivesInItsProcess(LocalStorage):
         super().__init__(path / str(os.getpid()))
 
 
+class PutsBeforeItIsReady(LocalStorage):
+    def put(
+        self,
+        name: str,
+        content: Any,
+        *,
+        temporary: str,
+        durable: bool = True,
+        ready: Callable[[], None] | None = None,
+    ) -> None:
+        super().put(name, content, temporary=temporary, durable=durable)
+        if ready is not None:
+            ready()
+
+
+class TellsSizesOfWhatIsThere(LocalStorage):
+    def sizes(self, names: Sequence[str]) -> Sequence[int | None]:
+        return [found for found in super().sizes(names) if found is not None]
+
+
 class SaysNothing(LocalStorage):
     def describe(self) -> str:
         return ""
@@ -273,6 +293,8 @@ FOUND_BY: dict[type, str] = {
     TouchesNothing: "test_touching_a_file_makes_it_younger",
     PublishesACopy: "test_a_publish_replaces_what_has_the_name",
     ClearsTheWayFirst: "test_a_publish_of_nothing_leaves_what_is_there",
+    PutsBeforeItIsReady: "test_a_put_replaces_what_has_the_name",
+    TellsSizesOfWhatIsThere: "test_sizes_are_told_in_order",
     PublishesInTwoSteps: "test_a_publish_is_one_step",
     PublishesInPieces: "test_a_publish_is_one_step",
     RemovesNothing: "test_checkpoints_are_saved_loaded_and_replaced",

@@ -1,0 +1,146 @@
+"""Tries a request again that failed for a reason that passes: a timeout, a reset, a server that is busy or broken.
+
+In: what makes a request. Out: its result, or the error of the last attempt. Whoever is refused, or asks for what is not
+there, is told at once.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import random
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TypeVar
+
+_LOG = logging.getLogger("dcp.storage")
+_Result = TypeVar("_Result")
+
+_FINAL = (
+    FileNotFoundError,
+    PermissionError,
+    FileExistsError,
+    IsADirectoryError,
+    NotADirectoryError,
+    NotImplementedError,
+)
+_PASSING_ERRNO = frozenset(
+    getattr(errno, name)
+    for name in (
+        "EAGAIN", "EBUSY", "ECONNABORTED", "ECONNREFUSED", "ECONNRESET", "EHOSTUNREACH", "EINTR", "ENETDOWN",
+        "ENETRESET", "ENETUNREACH", "EPIPE", "EREMOTEIO", "ETIMEDOUT",
+    )
+    if hasattr(errno, name)
+)  # fmt: skip
+_PASSING_STATUS = frozenset((408, 409, 425, 429))
+_NEVER_STATUS = frozenset((501, 505))
+_PASSING_CODES = frozenset(("BadDigest", "IncompleteBody", "RequestTimeout", "SlowDown", "XAmzContentSHA256Mismatch"))
+# Clients of stores have classes of their own for these, which share no base; the names say it.
+_PASSING_NAMES = (
+    "Timeout",
+    "Connection",
+    "Disconnected",
+    "IncompleteRead",
+    "Payload",
+    "HTTPClientError",
+    "ResponseParser",
+)
+_CLIENTS = ("aiobotocore", "aiohttp", "azure", "botocore", "fsspec", "gcsfs", "google", "requests", "urllib3")
+_MOST_CAUSES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Retries:
+    """How often, and how soon.
+
+    Attributes:
+        attempts: How many times a request is made at most.
+        first_pause_seconds: Before the second one; each pause after it is twice as long.
+        longest_pause_seconds: No pause is longer. Each is cut by up to a half, at random, so that ranks spread.
+    """
+
+    attempts: int = 6
+    first_pause_seconds: float = 0.1
+    longest_pause_seconds: float = 5.0
+
+    def run(self, what: str, request: Callable[[], _Result]) -> _Result:
+        """Make a request until it succeeds.
+
+        Args:
+            what: What it does, in words, for the log; without secrets.
+            request: Makes it; may be called several times.
+
+        Raises:
+            Exception: What the last attempt raised; what the first one raised, if that does not pass.
+        """
+        attempt = 1
+        while True:
+            try:
+                return request()
+            except Exception as error:
+                if attempt >= self.attempts or not is_passing(error):
+                    raise
+                _LOG.info("%s: %s; attempt %d of %d", what, type(error).__name__, attempt, self.attempts)
+            time.sleep(self.pause_seconds(attempt))
+            attempt += 1
+
+    def pause_seconds(self, attempt: int) -> float:
+        """How long to wait after an attempt, counted from 1."""
+        longest: float = min(self.first_pause_seconds * 2.0 ** (attempt - 1), self.longest_pause_seconds)
+        return longest * random.uniform(0.5, 1.0)
+
+
+def is_passing(error: BaseException) -> bool:
+    """Return whether the same request may succeed a moment later.
+
+    >>> is_passing(TimeoutError()), is_passing(FileNotFoundError()), is_passing(OSError(5, "broken disk"))
+    (True, False, False)
+    """
+    if isinstance(error, _FINAL):
+        return False
+    return any(_passes(cause) for cause in _causes(error))
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """An error and what it was raised from."""
+    found: BaseException | None = error
+    for _ in range(_MOST_CAUSES):
+        if found is None:
+            return
+        yield found
+        found = found.__cause__ or found.__context__
+
+
+def _passes(error: BaseException) -> bool:
+    status = _status(error)
+    if status is not None and 400 <= status < 600:
+        return (
+            (status >= 500 and status not in _NEVER_STATUS)
+            or status in _PASSING_STATUS
+            or _code(error) in _PASSING_CODES
+        )
+    if isinstance(error, (TimeoutError, ConnectionError)):
+        return True
+    if isinstance(error, OSError) and error.errno in _PASSING_ERRNO:
+        return True
+    kind = type(error)
+    return kind.__module__.partition(".")[0] in _CLIENTS and any(name in kind.__name__ for name in _PASSING_NAMES)
+
+
+def _status(error: BaseException) -> int | None:
+    """The HTTP status that an error tells, wherever its client puts it."""
+    response = getattr(error, "response", None)
+    if isinstance(response, dict):
+        found: object = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+        return found if isinstance(found, int) else None
+    for name in ("status", "status_code", "code"):
+        found = getattr(error, name, None)
+        if isinstance(found, int) and not isinstance(found, bool):
+            return found
+    return None
+
+
+def _code(error: BaseException) -> str:
+    response = getattr(error, "response", None)
+    return str(response.get("Error", {}).get("Code", "")) if isinstance(response, dict) else ""
