@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Iterator
 from typing import Any
 
-import fsspec
+import fsspec  # type: ignore[import-untyped]
 import numpy as np
 import pytest
 
@@ -22,10 +22,12 @@ def root() -> Iterator[str]:
     fsspec.filesystem("memory").rm(path, recursive=True)
 
 
+def _inside(url: str, name: str = "") -> str:
+    return url.removeprefix("memory:/") + name
+
+
 def _names(url: str) -> list[str]:
-    return sorted(
-        entry.rpartition("/")[2] for entry in fsspec.filesystem("memory").ls(url[len("memory:/") :], detail=False)
-    )
+    return sorted(name.rpartition("/")[2] for name in fsspec.filesystem("memory").ls(_inside(url), detail=False))
 
 
 def _state(step: int) -> dict[str, Any]:
@@ -40,7 +42,7 @@ def test_the_last_ones_are_kept_and_the_newest_whole_one_is_gone_on_from(root: s
     assert fsspec.filesystem("memory").cat_file(_inside(root, "/latest")) == b"step_100"
     fsspec.filesystem("memory").rm_file(_inside(root, "/step_100/.metadata"))
     assert latest_checkpoint(root) == f"{root}/step_20"
-    target = {"w": np.zeros(5), "step": 0}
+    target: dict[str, Any] = {"w": np.zeros(5), "step": 0}
     assert manager.resume(target) == 20
     assert target["w"].tolist() == [20.0] * 5
 
