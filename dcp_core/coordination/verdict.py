@@ -110,7 +110,7 @@ def decode_failure(body: bytes) -> DcpError:
     """Undo `encode_error`; what can't be read is an error of its own."""
     try:
         return decode_error(body)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return CoordinationError(f"an error of {len(body)} bytes can't be read: {error}")
 
 
