@@ -146,10 +146,11 @@ def test_what_passes_is_told_from_what_does_not(error: Exception, passes: bool) 
     assert is_passing(wrapped) is passes
 
 
-def test_an_answer_that_follows_a_fault_is_an_answer() -> None:
-    absent = FileNotFoundError()
-    absent.__context__ = ConnectionResetError()
-    assert not is_passing(absent)
+@pytest.mark.parametrize("kind", [FileNotFoundError, PermissionError, FileExistsError, NotImplementedError])
+def test_an_answer_that_follows_a_fault_is_an_answer(kind: type[Exception]) -> None:
+    refused = kind()
+    refused.__context__ = ConnectionResetError()
+    assert not is_passing(refused)
 
 
 # -- large files ------------------------------------------------------------------------------------------------------
