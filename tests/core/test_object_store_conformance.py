@@ -16,7 +16,7 @@ pytestmark = pytest.mark.timeout(120)
 
 
 class TestS3(StorageConformance):
-    publish_turns = 10
+    publish_turns = 5
 
     @pytest.fixture(autouse=True)
     def _server(self, object_store: object) -> None:

@@ -14,6 +14,7 @@ import pytest
 from dcp_core import api
 from dcp_core.errors import CoordinationTimeoutError, StorageError
 from dcp_core.execution.filesystem import FileSystemReader, FileSystemWriter
+from dcp_core.storage import fsspec_uploads
 from dcp_core.storage.fsspec_client import FsspecClient
 from dcp_core.storage.fsspec_storage import FsspecStorage
 from dcp_core.storage.retries import Retries
@@ -25,7 +26,8 @@ from tests.core.async_jobs import MODES, async_outcome, async_save
 from tests.core.fault_jobs import SOON_SECONDS, Outcome, Seat, loaded_tag, outcome_of, state_of
 from tests.core.object_store import BUCKET, SECRET, ObjectStore
 
-ranks.preload("s3fs", "aiobotocore.session")  # takes a second in every process otherwise
+# What takes a second in every process otherwise.
+ranks.preload("s3fs", "aiobotocore.session", "tests.core.async_jobs", "tests.core.object_store")
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(120)]
 
 
@@ -47,12 +49,25 @@ def _save(context: RankContext, url: str, *tags: int) -> None:
         seat.share()
 
 
-def _load_across(context: RankContext, url: str) -> int:
-    return tag_at(Seat.of(context), url, 1)
+def _load_across(context: RankContext, url: str, *tags: int) -> int:
+    """Load in another layout, and say which save it was; then save some more."""
+    found = tag_at(Seat.of(context), url, 1)
+    _save(context, url, *tags)
+    return found
 
 
-def test_ranks_save_over_a_checkpoint_and_others_load_it_in_another_layout(object_store: ObjectStore, url: str) -> None:
+def save_here(url: str, tag: int) -> None:
+    """Save as a job of this process alone."""
+    api.save(state_of(0, 1, tag), checkpoint_id=url, adapter=NumpyRankAdapter())
+
+
+def test_ranks_save_through_faults_over_a_checkpoint_and_others_load_it_in_another_layout(
+    object_store: ObjectStore, url: str
+) -> None:
+    for fault, pattern in (("500", "^PUT"), ("reset", "^GET"), ("503", "^HEAD"), ("lost", "^PUT"), ("reset", "^PUT")):
+        object_store.traffic.fail(fault, pattern, times=3)
     run_ranks(_save, 3, url, 1, 2)
+    assert not any(rule.times for rule in object_store.traffic.rules)
     names = FsspecStorage(url).list()
     assert [name.partition(".")[0] for name in names] == ["", *(f"_rank{rank}_" for rank in (0, 0, 1, 1, 2, 2))]
     assert len({name.split(".")[1] for name in names[1:]}) == 1
@@ -60,59 +75,53 @@ def test_ranks_save_over_a_checkpoint_and_others_load_it_in_another_layout(objec
     assert run_ranks(_load_across, 2, url) == [2, 2]
 
 
-_BIG = np.random.default_rng(5).integers(0, 1 << 60, (256, 1024))
+_BIG = np.random.default_rng(5).integers(0, 1 << 60, (256, 256))
 
 
-def _save_big(context: RankContext, url: str) -> None:
-    own = ShardedArray.cut(_BIG, even_boxes(_BIG.shape, context.world_size, context.rank))
-    api.save({"big": own}, checkpoint_id=url, adapter=NumpyRankAdapter(), timeout_seconds=30)
-
-
-def _load_big(context: RankContext, url: str, broadcast: bool) -> bool:
-    target = {"big": np.zeros_like(_BIG)}
-    api.load(
-        target, checkpoint_id=url, adapter=NumpyRankAdapter(), timeout_seconds=30,
-        broadcast_replicated_tensors=broadcast,
-    )  # fmt: skip
-    return bool((target["big"] == _BIG).all())
+def _read_big(context: RankContext, url: str) -> list[bool]:
+    """Save what is cut into rows, and load all of it on all ranks: read by one of them, then by each."""
+    given: dict[str, Any] = {"adapter": NumpyRankAdapter(), "timeout_seconds": 30}
+    right = []
+    for place, broadcast in (("once", True), ("by each", False)):
+        own = ShardedArray.cut(_BIG, even_boxes(_BIG.shape, context.world_size, context.rank))
+        api.save({"big": own}, checkpoint_id=f"{url}/{place}", **given)
+        target = {"big": np.zeros_like(_BIG)}
+        api.load(target, checkpoint_id=f"{url}/{place}", broadcast_replicated_tensors=broadcast, **given)
+        right.append(bool((target["big"] == _BIG).all()))
+    return right
 
 
 def test_what_all_ranks_want_is_read_once_and_broadcast(object_store: ObjectStore, url: str) -> None:
-    run_ranks(_save_big, 2, url)
+    assert run_ranks(_read_big, 2, url) == [[True, True]] * 2
     read = {}
-    for broadcast in (True, False):
-        object_store.traffic.clear()
-        assert run_ranks(_load_big, 2, url, broadcast) == [True, True]
-        ranges = [request.range[6:].split("-") for request in object_store.traffic.of(r"^GET .*\.safetensors")]
-        read[broadcast] = sum(int(last) + 1 - int(first) for first, last in ranges)
-    assert _BIG.nbytes < read[True] < 1.05 * _BIG.nbytes
-    assert 2 * _BIG.nbytes < read[False] < 2.05 * _BIG.nbytes
+    for place in ("once", "by each"):
+        requests = object_store.traffic.of(rf"^GET .*/{place}/.*\.safetensors")
+        ranges = [request.range[6:].split("-") for request in requests]
+        read[place] = sum(int(last) + 1 - int(first) for first, last in ranges)
+    assert _BIG.nbytes < read["once"] < 1.05 * _BIG.nbytes
+    assert 2 * _BIG.nbytes < read["by each"] < 2.05 * _BIG.nbytes
 
 
 # -- faults -----------------------------------------------------------------------------------------------------------
 
 
-def test_ranks_go_on_through_faults(object_store: ObjectStore, url: str) -> None:
-    for fault, pattern in (("500", "^PUT"), ("reset", "^GET"), ("503", "^HEAD"), ("lost", "^PUT"), ("reset", "^PUT")):
-        object_store.traffic.fail(fault, pattern, times=3)
-    run_ranks(_save, 2, url, 1)
-
-
-def _save_outcome(context: RankContext, url: str, tag: int) -> Outcome:
+def _save_outcome(context: RankContext, url: str, tag: int) -> tuple[Outcome, int]:
+    """How a save ended, and which save is there then."""
     seat = Seat.of(context)
-    return outcome_of(seat.save, state_of(seat.rank, seat.world, tag), checkpoint_id=url)
+    outcome = outcome_of(seat.save, state_of(seat.rank, seat.world, tag), checkpoint_id=url)
+    return outcome, tag_at(seat, url, 1)
 
 
 def test_a_refusal_on_one_rank_is_the_same_error_on_all(object_store: ObjectStore, url: str) -> None:
-    run_ranks(_save, 2, url, 1)
+    save_here(url, 1)
     before = FsspecStorage(url).list()
     object_store.traffic.fail("403", r"^PUT .*_rank1_.*safetensors")
-    ends = run_ranks(_save_outcome, 2, url, 2)
+    ends, tags = zip(*run_ranks(_save_outcome, 2, url, 2), strict=True)
     assert {(end.kind, end.blamed) for end in ends} == {("StorageError", (1,))}
     assert ends[0].message == ends[1].message and "PermissionError" in ends[0].message
     assert max(end.seconds for end in ends) < SOON_SECONDS
     assert FsspecStorage(url).list() == before
-    assert run_ranks(_load_across, 2, url) == [1, 1]
+    assert tags == (1, 1)
 
 
 def _die_while_saving(context: RankContext, url: str) -> Outcome:
@@ -133,12 +142,11 @@ def _die_while_saving(context: RankContext, url: str) -> Outcome:
 
 
 def test_a_rank_that_is_killed_in_the_middle_leaves_the_old_checkpoint(url: str) -> None:
-    run_ranks(_save, 2, url, 1)
+    save_here(url, 1)
     ends = run_ranks(_die_while_saving, 2, url, return_exceptions=True)
     assert ends[0].kind == "CoordinationTimeoutError" and ends[0].blamed == (1,)
     assert "SIGKILL" in str(ends[1])
-    assert run_ranks(_load_across, 2, url) == [1, 1]
-    run_ranks(_save, 2, url, 3)
+    assert run_ranks(_load_across, 2, url, 3) == [1, 1]
     assert len(FsspecStorage(url).list()) == 5
 
 
@@ -154,7 +162,9 @@ def _die_between_parts(context: RankContext, url: str) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(FsspecClient, "call_s3", deadly)
-        own = {f"own{context.rank}": np.zeros(20 << 17)}
+        patch.setattr(fsspec_uploads, "PART_BYTES", 1 << 20)
+        patch.setattr(fsspec_uploads, "WHOLE_BYTES", 1 << 20)
+        own = {f"own{context.rank}": np.zeros(3 * context.rank << 17)}
         api.save(own, checkpoint_id=url, adapter=NumpyRankAdapter(), timeout_seconds=4.0)
 
 
@@ -163,7 +173,7 @@ def test_the_parts_that_a_killed_rank_sent_are_removed_by_the_next_save(object_s
     assert "SIGKILL" in str(ends[1]) and isinstance(ends[0], CoordinationTimeoutError)
     client = FsspecClient(url, {}, Retries())
     assert [name[:7] for name, _ in client.unfinished()] == ["_rank1_"]
-    run_ranks(_save, 1, url, 1)
+    save_here(url, 1)
     assert client.unfinished() == []
     assert len(FsspecStorage(url).list()) == 3
 
@@ -171,44 +181,17 @@ def test_the_parts_that_a_killed_rank_sent_are_removed_by_the_next_save(object_s
 # -- in the background ------------------------------------------------------------------------------------------------
 
 
-def _save_in_the_background(context: RankContext, url: str, mode_name: str) -> list[str]:
-    """Save twice; what the background process's command line and log held."""
-    seat, mode = Seat.of(context), MODES[mode_name]
+def _save_in_the_background(seat: Seat, url: str, mode_name: str) -> None:
     for tag in (4, 5):
-        outcome = async_outcome(seat, state_of(seat.rank, seat.world, tag), url, **mode.save)
+        outcome = async_outcome(seat, state_of(seat.rank, seat.world, tag), url, **MODES[mode_name].save)
         assert outcome.kind == "", outcome
         seat.share()
         assert tag_at(seat, url) == tag
         seat.share()
-    (child,) = children_of(os.getpid())
-    return [Path(f"/proc/{child}/cmdline").read_text(), *(path.read_text() for path in context_logs())]
 
 
-def context_logs() -> list[Path]:
-    return list(Path(os.environ["DCP_BACKGROUND_LOG_DIR"]).iterdir())
-
-
-@pytest.mark.parametrize("mode", ["mailbox", "no channel"])
-def test_background_processes_agree_by_single_puts(
-    object_store: ObjectStore, url: str, mode: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("DCP_BACKGROUND_LOG_DIR", str(tmp_path))
-    may_list = mode == "no channel"
-    if not may_list:
-        object_store.traffic.fail("403", "list-type", times=100_000)
-    shown = run_ranks(_save_in_the_background, 2, url, mode)
-    object_store.traffic.rules.clear()
-    assert not any(SECRET in text for texts in shown for text in texts)
-    names = [name for name in FsspecStorage(url).list() if may_list or not name.startswith(".mailbox-")]
-    assert [name.partition(".")[0] for name in names] == ["", "_rank0_", "_rank0_", "_rank1_", "_rank1_"]
-    messages = [request for request in object_store.traffic.of(r"^PUT .*\.mailbox-") if request.name != ".open"]
-    assert len({request.key for request in messages}) == len(messages) > 0
-    assert all(SECRET.encode() not in FsspecStorage(url).read(name) for name in names)
-
-
-def _lose_a_background_process(context: RankContext, url: str) -> list[Any]:
+def _lose_a_background_process(seat: Seat, url: str) -> list[Any]:
     """The background process of rank 1 is killed before it writes; then a save that goes well."""
-    seat = Seat.of(context)
     async_outcome(seat, state_of(seat.rank, seat.world, 6), url)
     seat.share()
     response = async_save(seat, state_of(seat.rank, seat.world, 7), url)
@@ -224,12 +207,41 @@ def _lose_a_background_process(context: RankContext, url: str) -> list[Any]:
     return [ended.kind, ended.seconds, tag, tag_at(seat, url)]
 
 
-def test_a_background_process_that_is_killed_is_known_on_all_ranks(object_store: ObjectStore, url: str) -> None:
-    object_store.traffic.fail("slow", r"^PUT .*_rank1_.*safetensors", times=2)
-    ends = run_ranks(_lose_a_background_process, 2, url, timeout_seconds=100)
-    assert {end[0] for end in ends} == {"RankFailedError"}
-    assert max(end[1] for end in ends) < SOON_SECONDS
-    assert [end[2:] for end in ends] == [[6, 8]] * 2
+def _use_background_processes(context: RankContext, url: str) -> tuple[list[str], list[Any]]:
+    """All that needs background processes, which take long to start: what may hold secrets, and how one was lost."""
+    seat = Seat.of(context)
+    _save_in_the_background(seat, f"{url}/unlisted", "mailbox")
+    _save_in_the_background(seat, f"{url}/no channel", "no channel")
+    (child,) = children_of(os.getpid())
+    shown = [Path(f"/proc/{child}/cmdline").read_text()]
+    lost = _lose_a_background_process(seat, f"{url}/killed")
+    logs = Path(os.environ["DCP_BACKGROUND_LOG_DIR"]).iterdir()
+    return shown + [path.read_text() for path in logs], lost
+
+
+def test_background_processes_agree_by_single_puts_and_know_of_one_that_is_killed(
+    object_store: ObjectStore, url: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("DCP_BACKGROUND_LOG_DIR", str(tmp_path))
+    object_store.traffic.fail("403", "list-type.*unlisted", times=100_000)
+    object_store.traffic.fail("slow", r"^PUT .*/killed/_rank1_.*safetensors", times=2)
+    ends = run_ranks(_use_background_processes, 2, url, timeout_seconds=100)
+    assert object_store.traffic.rules[0].times < 100_000
+    object_store.traffic.rules.clear()
+
+    assert not any(SECRET in text for texts, _ in ends for text in texts)
+    for place, may_list in (("unlisted", False), ("no channel", True)):
+        storage = FsspecStorage(f"{url}/{place}")
+        names = [name for name in storage.list() if may_list or not name.startswith(".mailbox-")]
+        assert [name.partition(".")[0] for name in names] == ["", "_rank0_", "_rank0_", "_rank1_", "_rank1_"]
+        assert all(SECRET.encode() not in storage.read(name) for name in names)
+        messages = [r for r in object_store.traffic.of(rf"^PUT .*/{place}/\.mailbox-") if r.name != ".open"]
+        assert len({request.key for request in messages}) == len(messages) > 0
+
+    lost = [found for _, found in ends]
+    assert {found[0] for found in lost} == {"RankFailedError"}
+    assert max(found[1] for found in lost) < SOON_SECONDS
+    assert [found[2:] for found in lost] == [[6, 8]] * 2
 
 
 # -- options ----------------------------------------------------------------------------------------------------------
