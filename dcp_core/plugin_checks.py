@@ -23,7 +23,6 @@ from dcp_core.hookspecs import (
     StagingCopierEntry,
     StorageEntry,
 )
-from dcp_core.planning.leaves import LocalTensor
 from dcp_core.storage.base import Storage
 
 _NOT_OF_THE_PROTOCOL = (object, Protocol)
@@ -150,27 +149,6 @@ def check_storage(made: Any, entry: StorageEntry, url: str) -> Storage:
             f"{entry.factory} made a {type(made).__qualname__} of {url!r}: it must be a dcp_core.storage.base.Storage"
         )
     return made
-
-
-def check_described(found: Any, describer: object) -> None:
-    """Check what a describer said of a value.
-
-    Args:
-        found: What `describe` returned, unless None.
-        describer: What returned it.
-
-    Raises:
-        AdapterError: It is no `LocalTensor`, or boxes and views do not belong to each other.
-    """
-    name = type(describer).__qualname__
-    if not isinstance(found, LocalTensor):
-        raise AdapterError(f"{name}.describe returned a {type(found).__qualname__}: it must be a LocalTensor, or None")
-    if len(found.boxes) != len(found.views):
-        raise AdapterError(f"{name}.describe gave {len(found.boxes)} boxes and {len(found.views)} views: one a box")
-    dimensions = len(found.global_shape)
-    for box in found.boxes:
-        if len(box.sizes) != dimensions:
-            raise AdapterError(f"{name}.describe gave {box} of a tensor of shape {found.global_shape}")
 
 
 def protocol_problem(made: Any, protocol: type) -> str | None:
