@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, NoReturn, TypeVar
 
 from dcp_core.adapter import Adapter, Describer
-from dcp_core.errors import AdapterError, DcpError
+from dcp_core.errors import AdapterError, ArgumentError, DcpError
 from dcp_core.formats.objects import ObjectCodec
 from dcp_core.hookspecs import KINDS, AdapterEntry, DescriberEntry, Entry, StorageEntry
 from dcp_core.planning.description_checks import description_problem
@@ -115,9 +115,9 @@ class TypeDescribers:
             describer = self._describer(name)
             try:
                 found = describer.describe(value)
-            except DcpError:
-                raise
             except Exception as error:
+                if isinstance(error, DcpError) and not isinstance(error, ArgumentError):
+                    raise
                 problem = f"raised {type(error).__name__}: {error}"
                 raise AdapterError(self._told(name, describer, value, problem)) from error
             if found is not None:

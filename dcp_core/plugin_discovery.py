@@ -64,7 +64,10 @@ def _entries_of(plugin: object, name: str) -> tuple[Entry, ...]:
     manager = pluggy.PluginManager(ENTRY_POINT_GROUP)
     manager.add_hookspecs(hookspecs)
     manager.register(plugin, name)
-    manager.check_pending()
+    try:
+        manager.check_pending()
+    except pluggy.PluginValidationError as error:
+        raise pluggy.PluginValidationError(error.plugin, f"{error}; the hooks are {', '.join(HOOKS)}") from error
     _check_marks(manager, plugin)
     entries: list[Entry] = []
     for hook, entry_type in HOOKS.items():
