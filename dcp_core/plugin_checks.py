@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import json
+import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
@@ -24,6 +26,17 @@ from dcp_core.hookspecs import (
     StorageEntry,
 )
 from dcp_core.storage.base import Storage
+
+_FRAMEWORKS = ("torch", "mindspore")
+_SECONDS = 120.0
+_MARK = "frameworks:"
+_TELL_FRAMEWORKS = f"""
+import importlib, json, sys
+sys.path[:] = json.loads(sys.argv[1])
+before = {{*sys.modules}}
+importlib.import_module(sys.argv[2])
+print("{_MARK}", *[name for name in sys.argv[3:] if name in sys.modules and name not in before])
+"""
 
 _NOT_OF_THE_PROTOCOL = (object, Protocol)
 
@@ -101,6 +114,31 @@ def _attribute(module: Any, names: Sequence[str]) -> Any:
     for name in names:
         found = getattr(found, name)
     return found
+
+
+def weight_problem(module: str | None) -> str | None:
+    """Import a plugin's module in a fresh interpreter, and tell whether a framework comes along.
+
+    Args:
+        module: The module; None for a plugin without one.
+
+    Returns:
+        What it imports and what to do; None where it imports no framework, or cannot be imported at all.
+    """
+    if module is None:
+        return None
+    command = [sys.executable, "-c", _TELL_FRAMEWORKS, json.dumps(sys.path), module, *_FRAMEWORKS]
+    try:
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_SECONDS)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    found = done.stdout.rpartition(_MARK)[2].split()
+    if done.returncode != 0 or not found:
+        return None
+    return (
+        f"importing {module} imports {', '.join(found)}, and plugins are imported in processes that must stay light: "
+        "let the module, and the packages that it lies in, import nothing but dcp_core.hookspecs"
+    )
 
 
 def check_made(made: Any, entry: Entry) -> None:

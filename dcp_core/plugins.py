@@ -29,7 +29,7 @@ from dcp_core.hookspecs import (
     StorageEntry,
 )
 from dcp_core.log import warn
-from dcp_core.plugin_checks import attribute_named, check_made, check_storage, import_problem
+from dcp_core.plugin_checks import attribute_named, check_made, check_storage, import_problem, weight_problem
 from dcp_core.plugin_claims import (
     Claim,
     ContestedAdapters,
@@ -143,7 +143,7 @@ class PluginRegistry:
                 f"no plugin is called {name!r}: install the package whose entry point names it, an entry point of the "
                 f"group {ENTRY_POINT_GROUP!r}; found: {known}"
             ]
-        found = [record.problem for record in records]
+        found = [record.problem or weight_problem(record.module) for record in records]
         found += [self.problem_of(entry, record) for record in records for entry in record.entries]
         return list(dict.fromkeys(problem for problem in found if problem is not None))  # a double claim is told once
 

@@ -649,6 +649,20 @@ class TestChecks:
         (contested,) = registry.problems("one")
         assert contested.startswith("two plugins claim the storage of scheme 'toy'")
 
+    def test_a_plugin_module_that_imports_a_framework_has_a_problem(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        (tmp_path / "mindspore.py").write_text("")
+        for name, line in (("heavy_module", "import mindspore"), ("light_module", "import json")):
+            (tmp_path / f"{name}.py").write_text(f"{line}\nprint('noise')\n")
+        monkeypatch.syspath_prepend(tmp_path)
+        registry = _registry(heavy=_plugin(adapters=lambda: []), light=_plugin(adapters=lambda: []))
+        assert registry.problems("light") == []
+        (problem,) = registry.problems("heavy")
+        assert problem.startswith(
+            "importing heavy_module imports mindspore, and plugins are imported in processes that"
+        )
+
     def test_what_a_plugin_claims_twice_is_one_problem(self) -> None:
         entry = StorageEntry("toy", "toyplugin:copy_wrapper")
         (problem,) = _registry(one=_plugin(storages=lambda: [entry, entry])).problems("one")
