@@ -202,6 +202,11 @@ def whole_shape(shape: tuple[int, ...]) -> WholeShape:
     return found
 
 
+def known_whole_shape(shape: tuple[int, ...]) -> WholeShape | None:
+    """What `whole_shape` made of a shape before, if it did."""
+    return _WHOLE_SHAPES.get(shape)
+
+
 def whole_tensor(
     whole: WholeShape, dtype: DType, view: Any, access: TensorAccess, device: str, storage: Hashable | None
 ) -> LocalTensor:
