@@ -108,10 +108,10 @@ class StandardLoadPlanner(PlannerState, LoadPlanner):
         """The view of a wanted box of the plan, and how to reach its elements."""
         return self._targets[row]
 
-    def device_of(self, row: int) -> str:
-        """The type of device that a wanted box of the plan lies on."""
-        tensor = self.state.tensors[self._current_plan().wanted.leaves[row]]
-        return "cpu" if tensor is None else tensor.device
+    def devices(self) -> list[str]:
+        """The type of device that each wanted box of the plan lies on."""
+        device = ["cpu" if tensor is None else tensor.device for tensor in self.state.tensors]
+        return [device[leaf] for leaf in self._current_plan().wanted.leaves]
 
     @property
     def can_share(self) -> bool:
