@@ -122,6 +122,11 @@ class StandardLoadPlanner(PlannerState, LoadPlanner):
             for name in ("acquire_batch", "apply_batch", "build_global_plan", "finalize_plan")
         )
 
+    @property
+    def fills_in_place(self) -> bool:
+        """Whether what is acquired is the target's own memory, which is there anyway."""
+        return not self._is_extended() and type(self).acquire_batch is StandardLoadPlanner.acquire_batch
+
     def acquire_batch(self, spans: Sequence[ReadSpan]) -> Sequence[tuple[Any, TensorAccess]]:
         """The parts of the targets' memory that regions go to, and how to reach their elements."""
         if not isinstance(spans, ReadSpans) or spans.boxes is not self._current_plan().wanted or self._is_extended():
