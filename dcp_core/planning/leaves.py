@@ -216,9 +216,8 @@ def whole_tensor(
         storage: What `LocalTensor.storage` says; left out where there are no elements.
     """
     boxes = whole.boxes
-    return _made(
-        whole.shape, dtype, boxes, (view,) if boxes else (), access, device, storage if boxes else None, plain=True
-    )
+    views, memory = ((view,), storage) if boxes else ((), None)
+    return _made(_Fields(whole.shape, dtype, boxes, views, access, device, memory, plain=True))
 
 
 def part_tensor(
@@ -241,13 +240,12 @@ def part_tensor(
         device: Device type.
         storage: What `LocalTensor.storage` says.
     """
-    return _made(shape, dtype, (box,), (view,), access, device, storage, plain=False)
+    return _made(_Fields(shape, dtype, (box,), (view,), access, device, storage, plain=False))
 
 
-def _made(*args: Any, plain: bool) -> LocalTensor:
-    made: Any = _Fields(*args, plain)
-    made.__class__ = LocalTensor
-    return cast(LocalTensor, made)
+def _made(settable: Any) -> LocalTensor:
+    settable.__class__ = LocalTensor
+    return cast(LocalTensor, settable)
 
 
 class _Fields:
@@ -264,6 +262,7 @@ class _Fields:
         access: TensorAccess,
         device: str,
         storage: Any,
+        *,
         plain: bool,
     ) -> None:
         self.global_shape = shape

@@ -8,6 +8,7 @@ import secrets
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -256,6 +257,7 @@ def _check_shared(sharing: Sharing) -> None:
         )
 
 
+@cache
 def _boot_id() -> str:
     with suppress(OSError), open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
         return file.read().strip()
