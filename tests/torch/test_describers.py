@@ -144,7 +144,7 @@ def check_both_ways(rank: TorchRank) -> None:
         if len(shape) == 2:
             locals_.append(plain._local_tensor.t().contiguous().t())
         for local in locals_:
-            tensor = DTensor(local, plain._spec, requires_grad=False)
+            tensor = DTensor(local, plain._spec, requires_grad=False)  # type: ignore[no-untyped-call]  # torch does not say
             found = described(tensor)
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(describers, "_simple_memory", lambda value: None)
