@@ -16,6 +16,7 @@ nox.options.sessions = ["tests"]
 TORCH = "torch==2.13.0"  # exact: an open range may take another build, of several gigabytes
 MINDSPORE = "mindspore==2.10.0"
 ONE_THREAD_A_RANK = {"OMP_NUM_THREADS": "1"}
+TWO_WORKERS = ("-n", "2", "--dist", "worksteal")
 QUIET_MINDSPORE = {"GLOG_v": "3"}
 MINDSPORE_PAGE = "tests/docs/test_code_blocks.py::test_the_python_blocks_of_a_page_run[docs/how-to/mindspore.md]"
 BENCHMARKS = (
@@ -63,21 +64,21 @@ def tests(session: nox.Session) -> None:
 def tests_torch(session: nox.Session) -> None:
     """All tests, the code blocks of the docs among them, with torch and numpy 1.26."""
     _install_torch(session)
-    _pytest(session, "-n", "2", "tests")
+    _pytest(session, *TWO_WORKERS, "tests")
 
 
 @nox.session
 def tests_mindspore(session: nox.Session) -> None:
     """The tests of MindSpore, those with torch in the same process, its page and its demo; numpy 2 breaks MindSpore."""
     session.install(TORCH, MINDSPORE, "numpy<2", "-e", ".[dev]")
-    _pytest(session, "-n", "2", "tests/mindspore", MINDSPORE_PAGE, DCP_NEEDS_MINDSPORE="1", **QUIET_MINDSPORE)
+    _pytest(session, *TWO_WORKERS, "tests/mindspore", MINDSPORE_PAGE, DCP_NEEDS_MINDSPORE="1", **QUIET_MINDSPORE)
 
 
 @nox.session
 def tests_numpy2(session: nox.Session) -> None:
-    """The core's tests on numpy 2, in an environment without any framework."""
+    """The core's tests on numpy 2, without any framework; but for those marked `faults`, which `tests_torch` runs."""
     session.install("numpy>=2", "-e", ".[dev]")
-    _pytest(session, "-n", "2", "tests/core")
+    _pytest(session, *TWO_WORKERS, "-m", "not faults", "tests/core")
 
 
 @nox.session(python=["3.10", "3.12", "3.13"])

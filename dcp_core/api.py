@@ -337,7 +337,7 @@ def _job(
     set_rank(found.global_rank)
     adapters, failed = _adapters()
     if chosen.name not in {other.name for other in adapters.adapters}:
-        adapters = AdapterSet((chosen, *adapters.adapters), adapters.describers)
+        adapters = AdapterSet((chosen, *adapters.adapters), adapters.describers, adapters.declined)
     framework = (chosen.name, chosen.version)
     return Job(adapters, found, framework, collectives, rules or StateRules()), failed
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import json
+import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
@@ -23,8 +25,18 @@ from dcp_core.hookspecs import (
     StagingCopierEntry,
     StorageEntry,
 )
-from dcp_core.planning.leaves import LocalTensor
 from dcp_core.storage.base import Storage
+
+_FRAMEWORKS = ("torch", "mindspore")
+_SECONDS = 120.0
+_MARK = "frameworks:"
+_TELL_FRAMEWORKS = f"""
+import importlib, json, sys
+sys.path[:] = json.loads(sys.argv[1])
+before = {{*sys.modules}}
+importlib.import_module(sys.argv[2])
+print("{_MARK}", *[name for name in sys.argv[3:] if name in sys.modules and name not in before])
+"""
 
 _NOT_OF_THE_PROTOCOL = (object, Protocol)
 
@@ -104,6 +116,31 @@ def _attribute(module: Any, names: Sequence[str]) -> Any:
     return found
 
 
+def weight_problem(module: str | None) -> str | None:
+    """Import a plugin's module in a fresh interpreter, and tell whether a framework comes along.
+
+    Args:
+        module: The module; None for a plugin without one.
+
+    Returns:
+        What it imports and what to do; None where it imports no framework, or cannot be imported at all.
+    """
+    if module is None:
+        return None
+    command = [sys.executable, "-c", _TELL_FRAMEWORKS, json.dumps(sys.path), module, *_FRAMEWORKS]
+    try:
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_SECONDS)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    found = done.stdout.rpartition(_MARK)[2].split()
+    if done.returncode != 0 or not found:
+        return None
+    return (
+        f"importing {module} imports {', '.join(found)}, and plugins are imported in processes that must stay light: "
+        "let the module, and the packages that it lies in, import nothing but dcp_core.hookspecs"
+    )
+
+
 def check_made(made: Any, entry: Entry) -> None:
     """Check what a factory made, as far as that can be told without using it.
 
@@ -150,27 +187,6 @@ def check_storage(made: Any, entry: StorageEntry, url: str) -> Storage:
             f"{entry.factory} made a {type(made).__qualname__} of {url!r}: it must be a dcp_core.storage.base.Storage"
         )
     return made
-
-
-def check_described(found: Any, describer: object) -> None:
-    """Check what a describer said of a value.
-
-    Args:
-        found: What `describe` returned, unless None.
-        describer: What returned it.
-
-    Raises:
-        AdapterError: It is no `LocalTensor`, or boxes and views do not belong to each other.
-    """
-    name = type(describer).__qualname__
-    if not isinstance(found, LocalTensor):
-        raise AdapterError(f"{name}.describe returned a {type(found).__qualname__}: it must be a LocalTensor, or None")
-    if len(found.boxes) != len(found.views):
-        raise AdapterError(f"{name}.describe gave {len(found.boxes)} boxes and {len(found.views)} views: one a box")
-    dimensions = len(found.global_shape)
-    for box in found.boxes:
-        if len(box.sizes) != dimensions:
-            raise AdapterError(f"{name}.describe gave {box} of a tensor of shape {found.global_shape}")
 
 
 def protocol_problem(made: Any, protocol: type) -> str | None:

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from typing import Any, Generic, NoReturn, TypeVar
 
 from dcp_core.adapter import Adapter, Describer
-from dcp_core.errors import AdapterError
+from dcp_core.errors import AdapterError, ArgumentError, DcpError
 from dcp_core.formats.objects import ObjectCodec
 from dcp_core.hookspecs import KINDS, AdapterEntry, DescriberEntry, Entry, StorageEntry
+from dcp_core.planning.description_checks import description_problem
 from dcp_core.planning.leaves import LocalTensor
-from dcp_core.plugin_checks import check_described, imported_as, wrong_name
+from dcp_core.plugin_checks import imported_as, wrong_name
 from dcp_core.plugin_discovery import PluginRecord
 
 _E = TypeVar("_E", bound=Entry)
@@ -112,11 +113,41 @@ class TypeDescribers:
             self._names[type(value)] = names
         for name in names:
             describer = self._describer(name)
-            found = describer.describe(value)
+            try:
+                found = describer.describe(value)
+            except Exception as error:
+                if isinstance(error, DcpError) and not isinstance(error, ArgumentError):
+                    raise
+                problem = f"raised {type(error).__name__}: {error}"
+                raise AdapterError(self._told(name, describer, value, problem)) from error
             if found is not None:
-                check_described(found, describer)
+                wrong = description_problem(found)
+                if wrong is not None:
+                    raise AdapterError(self._told(name, describer, value, wrong))
                 return found
         return None
+
+    def declined(self, value: Any) -> str | None:
+        """Why a value that nobody described cannot be left to the codecs of plain values, or None.
+
+        A describer that is registered for the very type of a value is asked because the type is one of tensors: where
+        it returns None, an oversight of its own would be pickled, shard by shard.
+        """
+        names = self._names.get(type(value), ())
+        if not names or names[0] != base_names(type(value))[0]:
+            return None
+        problem = "returned None for a value of the type that it is registered for, and nobody else describes it"
+        return self._told(names[0], self._describer(names[0]), value, problem)
+
+    def _told(self, name: str, describer: Describer, value: Any, problem: str) -> str:
+        """A problem with the words of a describer about a value, as an error tells it."""
+        claims = self._claims.get(name, ())
+        of = f" of the plugin {claims[0].plugin.label}" if claims else ""
+        kind = base_names(type(value))[0]
+        return (
+            f"{type(describer).__qualname__}.describe {problem}; this is the describer of {name!r}{of}, asked about a "
+            f"value of type {kind}: repair it, or take such values out of the state"
+        )
 
     def _describer(self, name: str) -> Describer:
         if name not in self._made:

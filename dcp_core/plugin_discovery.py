@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import pluggy
@@ -32,6 +32,7 @@ class PluginRecord:
         entries: What it registers; empty when it is broken.
         problem: Why it was skipped; None when it is sound.
         optional: What only extras of its distribution ask for, as modules are called: frameworks that may be missing.
+        module: The module that its entry point names; None without one.
     """
 
     name: str
@@ -39,6 +40,7 @@ class PluginRecord:
     entries: tuple[Entry, ...] = ()
     problem: str | None = None
     optional: frozenset[str] = frozenset()
+    module: str | None = None
 
     @property
     def label(self) -> str:
@@ -64,7 +66,10 @@ def _entries_of(plugin: object, name: str) -> tuple[Entry, ...]:
     manager = pluggy.PluginManager(ENTRY_POINT_GROUP)
     manager.add_hookspecs(hookspecs)
     manager.register(plugin, name)
-    manager.check_pending()
+    try:
+        manager.check_pending()
+    except pluggy.PluginValidationError as error:
+        raise pluggy.PluginValidationError(error.plugin, f"{error}; the hooks are {', '.join(HOOKS)}") from error
     _check_marks(manager, plugin)
     entries: list[Entry] = []
     for hook, entry_type in HOOKS.items():
@@ -111,7 +116,8 @@ def _read_all(points: Iterable[EntryPoint]) -> Iterator[PluginRecord]:
         if point.value not in seen:  # installed twice, say as a wheel and in place
             seen.add(point.value)
             origin = f"{point.dist.name} {point.dist.version}" if point.dist is not None else point.value
-            yield read_plugin(point.name, origin, point.load, _optional(point))
+            record = read_plugin(point.name, origin, point.load, _optional(point))
+            yield replace(record, module=point.value.partition(":")[0].strip())
 
 
 def _optional(point: EntryPoint) -> frozenset[str]:

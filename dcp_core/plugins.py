@@ -19,6 +19,7 @@ from dcp_core.adapter import Adapter, AdapterSet, Describer
 from dcp_core.errors import AdapterError, DcpError
 from dcp_core.formats.objects import ObjectCodec, register_codec
 from dcp_core.hookspecs import (
+    ENTRY_POINT_GROUP,
     KINDS,
     AdapterEntry,
     DescriberEntry,
@@ -28,7 +29,7 @@ from dcp_core.hookspecs import (
     StorageEntry,
 )
 from dcp_core.log import warn
-from dcp_core.plugin_checks import attribute_named, check_made, check_storage, import_problem
+from dcp_core.plugin_checks import attribute_named, check_made, check_storage, import_problem, weight_problem
 from dcp_core.plugin_claims import (
     Claim,
     ContestedAdapters,
@@ -139,10 +140,13 @@ class PluginRegistry:
         records = [record for record in self.plugins() if record.name == name]
         if not records:
             known = ", ".join(sorted({record.name for record in self.plugins()}))
-            return [f"no plugin is called {name!r}: install the package whose entry point names it; found: {known}"]
-        found = [record.problem for record in records]
+            return [
+                f"no plugin is called {name!r}: install the package whose entry point names it, an entry point of the "
+                f"group {ENTRY_POINT_GROUP!r}; found: {known}"
+            ]
+        found = [record.problem or weight_problem(record.module) for record in records]
         found += [self.problem_of(entry, record) for record in records for entry in record.entries]
-        return [problem for problem in found if problem is not None]
+        return list(dict.fromkeys(problem for problem in found if problem is not None))  # a double claim is told once
 
     def make(self, claim: Claim[Any]) -> Any:
         """Call the factory of an entry, once.
@@ -192,9 +196,10 @@ class PluginRegistry:
                 adapters.extend(made)
             else:
                 describers.append(ContestedAdapters(made, problem))
-        if described := self._claims(DescriberEntry):
-            describers.insert(0, TypeDescribers(described, self.make))
-        return AdapterSet(adapters, describers)
+        if not (described := self._claims(DescriberEntry)):
+            return AdapterSet(adapters, describers)
+        of_types = TypeDescribers(described, self.make)
+        return AdapterSet(adapters, [of_types, *describers], of_types.declined)
 
     def adapter_named(self, name: str) -> Adapter:
         """One adapter, its framework imported if it must be.

@@ -7,16 +7,17 @@ this module imports no DTensor.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from dcp_core.box import Box
-from dcp_core.dtype import DTYPES, Kind
+from dcp_core.dtype import DTYPES, DType, Kind
 from dcp_core.errors import ArgumentError, UnsupportedValueError
 from dcp_core.planning.cuts import LocalLayout, local_layout
-from dcp_core.planning.leaves import LocalTensor, TensorAccess, whole_shape, whole_tensor
+from dcp_core.planning.leaves import LocalTensor, TensorAccess, part_tensor, whole_shape, whole_tensor
 from dcp_torch.annotate import ChunkInfo, chunk_of, has_note
 from dcp_torch.elements import contiguous_identity
 from dcp_torch.laid_out import describe_laid_out, layout_of
@@ -26,6 +27,7 @@ from dcp_torch.sharding import placement_cuts, ragged_part
 
 if TYPE_CHECKING:
     from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 
@@ -36,6 +38,8 @@ _SIMPLE_DTYPES = {
 }
 _layouts: dict[Hashable, LocalLayout] = {}
 _MOST_LAYOUTS = 4096
+_meshes: dict[int, tuple[weakref.ref[DeviceMesh], tuple[int, ...], tuple[int, ...] | None]] = {}
+_MOST_MESHES = 256
 
 
 def describe_tensor(value: torch.Tensor, access: TensorAccess) -> LocalTensor:
@@ -68,6 +72,17 @@ def _describe_simple(value: torch.Tensor, access: TensorAccess) -> LocalTensor |
 
     It says what the rest of this module says, in a few calls of torch: this runs once a tensor at every save and load.
     """
+    simple = _simple_memory(value)
+    if simple is None or has_note(value):
+        return None
+    dtype, view, device = simple
+    whole = whole_shape(value.shape)
+    storage = contiguous_identity(value, whole.shape) if whole.boxes else None
+    return whole_tensor(whole, dtype, view, access, device, storage)
+
+
+def _simple_memory(value: torch.Tensor) -> tuple[DType, torch.Tensor, str] | None:
+    """Element type, detached elements and device of a contiguous tensor with nothing special; None for any other."""
     if type(value) is not torch.Tensor and type(value) is not torch.nn.Parameter:
         return None
     dtype = _SIMPLE_DTYPES.get(value.dtype)
@@ -76,12 +91,9 @@ def _describe_simple(value: torch.Tensor, access: TensorAccess) -> LocalTensor |
     if value.layout is not torch.strided or not value.is_contiguous() or value.is_neg():
         return None
     device = device_type(value.device)
-    if device == "meta" or has_note(value) or value.untyped_storage().nbytes() < value.nbytes:
+    if device == "meta" or value.untyped_storage().nbytes() < value.nbytes:
         return None
-    whole = whole_shape(value.shape)
-    view = value.detach() if value.requires_grad else value
-    storage = contiguous_identity(value, whole.shape) if whole.boxes else None
-    return whole_tensor(whole, dtype, view, access, device, storage)
+    return dtype, value.detach() if value.requires_grad else value, device
 
 
 def _special_describer(value: torch.Tensor) -> Callable[[Any, TensorAccess], LocalTensor | None] | None:
@@ -111,23 +123,41 @@ def describe_dtensor(value: DTensor, access: TensorAccess) -> LocalTensor:
     Raises:
         UnsupportedValueError: A `Partial`, or a local tensor that is not shaped as the placements say.
     """
-    shape, mesh = tuple(value.shape), value.device_mesh
-    coordinate = mesh.get_coordinate()
+    spec = value._spec
+    shape, (mesh_shape, coordinate) = tuple(value.shape), _place_on(spec.mesh)
     local: torch.Tensor = value._local_tensor
     if coordinate is None:
         return described(shape, [local], (), (), access, dtype=value.dtype)
     if is_a(local, "torch.distributed.tensor._shards_wrapper", "LocalShardsWrapper"):
         wrapper = cast("LocalShardsWrapper", local)
         return _describe_shards(shape, wrapper.local_shards(), wrapper.local_offsets(), access, value.dtype)
-    ragged = ragged_part(value.placements, tuple(mesh.shape), tuple(coordinate), shape)
+    ragged = ragged_part(spec.placements, mesh_shape, coordinate, shape)
     if ragged is not None:
         return describe_range(plain_memory(local), ragged, shape, access)
-    layout = _layout(shape, value._spec, tuple(mesh.shape), tuple(coordinate))
+    layout = _layout(shape, spec, mesh_shape, coordinate)
+    simple = _simple_memory(local)
+    if simple is not None and len(layout.boxes) == 1 and local.shape == layout.local_shape:
+        dtype, view, device = simple
+        storage = contiguous_identity(local, layout.local_shape)
+        return part_tensor(shape, layout.boxes[0], dtype, view, access, device, storage)
     memory = plain_memory(local)
     _check_local_shape(value, memory, layout)
     whole = len(layout.boxes) == 1
     views = [memory if whole else memory[slices] for slices in layout.slices]
     return described(shape, [memory], layout.boxes, views, access, dtype=memory.dtype)
+
+
+def _place_on(mesh: DeviceMesh) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
+    """The shape of a mesh, and this rank's coordinate on it; looked up once for all tensors on it."""
+    found = _meshes.get(id(mesh))
+    if found is not None and found[0]() is mesh:
+        return found[1], found[2]
+    coordinate = mesh.get_coordinate()
+    shape, place = tuple(mesh.shape), None if coordinate is None else tuple(coordinate)
+    if len(_meshes) >= _MOST_MESHES:
+        _meshes.clear()
+    _meshes[id(mesh)] = weakref.ref(mesh), shape, place
+    return shape, place
 
 
 def _layout(shape: tuple[int, ...], spec: Any, mesh_shape: tuple[int, ...], coordinate: tuple[int, ...]) -> LocalLayout:

@@ -6,6 +6,7 @@ In: torch tensors with their offsets in a global tensor. Out: `LocalTensor`.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from typing import Any
 
 import torch
 
@@ -40,6 +41,7 @@ def describe_parts(
         ragged: Whether the cuts change from save to save.
 
     Raises:
+        ArgumentError: A part that is no pair of a tensor and where it starts.
         UnsupportedValueError: A part that does not lie in the global tensor, has another dtype, or no plain memory.
 
     >>> half = torch.zeros(2, 6)
@@ -48,6 +50,8 @@ def describe_parts(
     >>> describe_parts([(torch.zeros(9), (3,))], global_shape=(4, 6)).boxes
     (Box(offsets=(0, 3), sizes=(1, 3)), Box(offsets=(1, 0), sizes=(1, 6)))
     """
+    for part in parts:
+        _check_part(part)
     if dtype is None:
         if not parts:
             raise UnsupportedValueError("a rank that holds no part of a tensor must tell its dtype: pass dtype=")
@@ -69,6 +73,21 @@ def describe_parts(
         views += of_part[1]
     access = plugins.adapter_named("torch")
     return described(shape, memories, boxes, views, access, dtype=dtype, replica_ranks=ranks, ragged=ragged)
+
+
+def _check_part(part: Any) -> None:
+    if isinstance(part, (tuple, list)) and len(part) == 2 and isinstance(part[0], torch.Tensor):
+        if isinstance(part[1], Sequence) and not isinstance(part[1], str):
+            return
+        found = f"(a tensor, {part[1]!r})"
+    elif isinstance(part, (tuple, list)):
+        found = f"({', '.join(type(each).__qualname__ for each in part)})"
+    else:
+        found = f"a {type(part).__qualname__}"
+    raise ArgumentError(
+        f"describe_parts was given {found} as a part: a part is (torch tensor, start), where start has one number a "
+        "dimension; arrays of numpy become tensors of the same memory by torch.from_numpy()"
+    )
 
 
 def boxes_and_views(memory: torch.Tensor, chunk: ChunkInfo) -> tuple[Sequence[Box], Sequence[torch.Tensor]]:

@@ -54,12 +54,12 @@ def children_of(pid: int) -> list[int]:
 
 
 def is_running(pid: int) -> bool:
-    """Whether a process is there and is more than an entry that nobody has collected."""
+    """Whether a process is there and is more than an entry that nobody has collected; its threads end one by one."""
     try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return False
-    return state not in "ZX"
+        states = [path.read_text().rpartition(")")[2].split()[0] for path in Path(f"/proc/{pid}/task").glob("*/stat")]
+    except OSError:  # a thread has ended meanwhile
+        return Path(f"/proc/{pid}").exists() and is_running(pid)
+    return any(state not in "ZX" for state in states)
 
 
 def wait_until(condition: Callable[[], object], what: str, seconds: float = END_SECONDS) -> None:

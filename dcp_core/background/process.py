@@ -93,7 +93,10 @@ class BackgroundProcess:
         """Whether it takes requests from this process."""
         if self._is_elsewhere or self._is_closing or self._end is not None:
             return False
-        return self._process.poll() is None
+        try:  # not poll(), which says that it lives while the reading thread asks at the same moment
+            return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+        except ChildProcessError:  # its end was seen
+            return False
 
     def request(self, message: Mapping[str, Any], descriptors: Sequence[int] = ()) -> Future[Answer]:
         """Send a request.

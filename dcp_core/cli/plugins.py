@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from dcp_core import plugins
 from dcp_core.cli.tables import write_table
 from dcp_core.hookspecs import KINDS, Entry
+from dcp_core.plugin_checks import weight_problem
 from dcp_core.plugin_discovery import PluginRecord
 
 _HEADER = ("plugin", "from", "kind", "name", "made by", "state")
@@ -31,7 +32,7 @@ class _EntryReport:
 
 @dataclass(frozen=True, slots=True)
 class _PluginReport:
-    """One plugin; `problem` says why nothing of it serves."""
+    """One plugin; `problem` says why nothing of it serves, or what is wrong with importing it."""
 
     name: str
     origin: str
@@ -67,7 +68,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _report(record: PluginRecord, *, check: bool) -> _PluginReport:
     entries = [_entry_report(entry, record, check=check) for entry in record.entries]
-    return _PluginReport(record.name, record.origin, record.problem, entries)
+    problem = record.problem or (weight_problem(record.module) if check else None)
+    return _PluginReport(record.name, record.origin, problem, entries)
 
 
 def _entry_report(entry: Entry, record: PluginRecord, *, check: bool) -> _EntryReport:

@@ -139,19 +139,20 @@ class HuggingFaceReader(FileSystemReader):
         source = metadata.source
         if not isinstance(source, HuggingFaceSource):
             raise ArgumentError("this description was not read by a HuggingFaceReader")
-        return encode_files(source.described)
+        return source.encoded
 
     def decode_metadata(self, raw: bytes) -> Metadata:
         """What the headers say, as another rank has read them."""
-        return self._described(decode_files(raw))
+        return self._described(decode_files(raw), raw)
 
     def read_object(self, stored: StoredObject) -> bytes:
         """There are no objects in safetensors files."""
         raise ArgumentError(f"safetensors files hold tensors only; there is no value {stored.name!r}")
 
-    def _described(self, files: tuple[SafetensorsFile, ...]) -> Metadata:
-        source = HuggingFaceSource(files, self._key_map, self._cuts)
-        _check_whole(source)
+    def _described(self, files: tuple[SafetensorsFile, ...], encoded: bytes | None = None) -> Metadata:
+        source = HuggingFaceSource(files, self._key_map, self._cuts, encoded)
+        if not source.is_whole:
+            _check_whole(source)
         return Metadata(source)
 
     def _explained(self, save: SaveRecord) -> AbstractContextManager[None]:

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from dcp_core.execution import read_requests
 from dcp_core.execution.data_files import OpenFile
 from dcp_core.execution.read_placing import Acquired, Lane, Placing
 from dcp_core.execution.read_ranges import Hulls, cut_at_blocks
@@ -94,7 +95,7 @@ class FileRows:
         columns, hulls, origin = self.columns.part(first, last), self.hulls.part(first, last), self.origin + first
         placing = Placing(columns, hulls, is_full=self.is_full, name_of=lambda row: self.name_of(origin + row))
         placing.place(acquired)
-        pieces = _cut(hulls, placing, is_full=self.is_full)
+        pieces = _cut(hulls, placing, self._block_nbytes(), is_full=self.is_full)
         start = columns.byte_offset[pieces.row] + pieces.start + self.file.facts.data_start
         lane = placing.lane[pieces.row] * pieces.is_through
         tasks = plan_tasks(start, start + pieces.stop - pieces.start, lane)
@@ -113,6 +114,11 @@ class FileRows:
             _lanes(tasks, pieces, lane, placing),
             len(tasks),
         )
+
+    def _block_nbytes(self) -> int:
+        """What no piece is larger than: what has one checksum; where nothing is checked, what a task may read."""
+        block = checksums.BLOCK_BYTES
+        return block if self.file.checksums is not None else max(read_requests.TASK_BYTES // block, 1) * block
 
     def _expected(self, first: int, pieces: _Pieces) -> list[int | None]:
         """The checksum of each piece that is a whole block."""
@@ -148,9 +154,8 @@ class _Pieces:
     is_through: Mask
 
 
-def _cut(hulls: Hulls, placing: Placing, *, is_full: bool) -> _Pieces:
-    """Cut the ranges of rows at the edges of blocks."""
-    block = checksums.BLOCK_BYTES
+def _cut(hulls: Hulls, placing: Placing, block: int, *, is_full: bool) -> _Pieces:
+    """Cut the ranges of rows at the edges of blocks of this size."""
     row, start, stop, at = _ranges(hulls, placing)
     from_start, from_stop, source = cut_at_blocks(start, stop, block)
     row, at = row[source], at[source] + from_start - start[source]

@@ -34,6 +34,10 @@ BATCH_ROWS = 1024
 BATCH_BYTES = 32 << 20
 """Regions whose targets are asked for at once: so many, of so many bytes together; at least one."""
 
+IN_PLACE_BYTES = 512 << 20
+"""The same, where targets are there whether they are asked for or not, and nobody waits for the first regions. Between
+two batches the processor's caches are full of what was read: making a batch costs several times what it would."""
+
 TASKS_AHEAD = 8
 """Tasks that wait or run before the calling thread waits for one to be done."""
 
@@ -98,6 +102,8 @@ class _ReadEngine:
         self._target = target
         most_threads = max(usable_threads(), files.requests_at_once)
         threads = min(most_threads, int(self._hulls.nbytes.sum()) // THREAD_BYTES)
+        is_in_place = progress is None and getattr(target, "fills_in_place", False)
+        self._batch_bytes = max(BATCH_BYTES, IN_PLACE_BYTES) if is_in_place else BATCH_BYTES
         self._batch_rows = BATCH_ROWS
         if getattr(spans, "share_memory", False):
             threads = 0  # of targets that share memory the last one wins, as it is read last
@@ -115,7 +121,7 @@ class _ReadEngine:
         edges = [0, *(np.flatnonzero(changes) + 1).tolist(), len(file)]
         for first, last in pairwise(edges):
             rows = self._rows_of(self._file(int(file[first])), first, last)
-            for start, stop in _batches(rows.hulls.nbytes, self._batch_rows):
+            for start, stop in _batches(rows.hulls.nbytes, self._batch_rows, self._batch_bytes):
                 batch = rows.batch(start, stop, self._acquire(first + start, first + stop))
                 self._open.append(batch)
                 self._hand_in(batch)
@@ -236,11 +242,11 @@ def _plain_memory(nbytes: int) -> Any:
     return np.empty(nbytes, np.uint8)
 
 
-def _batches(nbytes: Int64, most_rows: int) -> Iterator[tuple[int, int]]:
+def _batches(nbytes: Int64, most_rows: int, most_bytes: int) -> Iterator[tuple[int, int]]:
     """Cut rows into batches."""
     ends, first, done = np.cumsum(nbytes), 0, 0
     while first < len(nbytes):
-        last = int(np.searchsorted(ends, done + BATCH_BYTES, side="right"))
+        last = int(np.searchsorted(ends, done + most_bytes, side="right"))
         last = min(max(last, first + 1), first + most_rows, len(nbytes))
         yield first, last
         first, done = last, int(ends[last - 1])

@@ -41,7 +41,10 @@ class ChunkInfo:
         if self.replica_ranks is not None:
             object.__setattr__(self, "replica_ranks", counts("replica_ranks", self.replica_ranks))
         if len(self.offsets) != len(self.sizes):
-            raise ArgumentError(f"offsets {self.offsets} and sizes {self.sizes} differ in length")
+            raise ArgumentError(
+                f"offsets {self.offsets} and sizes {self.sizes} differ in length: a part keeps all dimensions of its "
+                "tensor, as local[at : at + 1] does and local[at] does not, and starts at as many numbers"
+            )
         bounds = (self.numel,) if self.is_flat else self.global_shape
         if len(bounds) != len(self.sizes):
             raise ArgumentError(

@@ -202,6 +202,11 @@ def whole_shape(shape: tuple[int, ...]) -> WholeShape:
     return found
 
 
+def known_whole_shape(shape: tuple[int, ...]) -> WholeShape | None:
+    """What `whole_shape` made of a shape before, if it did."""
+    return _WHOLE_SHAPES.get(shape)
+
+
 def whole_tensor(
     whole: WholeShape, dtype: DType, view: Any, access: TensorAccess, device: str, storage: Hashable | None
 ) -> LocalTensor:
@@ -216,18 +221,54 @@ def whole_tensor(
         storage: What `LocalTensor.storage` says; left out where there are no elements.
     """
     boxes = whole.boxes
-    made: Any = _Fields(whole.shape, dtype, boxes, (view,) if boxes else (), access, device, storage if boxes else None)
-    made.__class__ = LocalTensor
-    return cast(LocalTensor, made)
+    views, memory = ((view,), storage) if boxes else ((), None)
+    return _made(_Fields(whole.shape, dtype, boxes, views, access, device, memory, plain=True))
+
+
+def part_tensor(
+    shape: tuple[int, ...],
+    box: Box,
+    dtype: DType,
+    view: Any,
+    access: TensorAccess,
+    device: str,
+    storage: Hashable | None,
+) -> LocalTensor:
+    """Make the description of a value of which this rank holds one box, as cheaply as `whole_tensor`.
+
+    Args:
+        shape: Shape of the whole tensor.
+        box: What is held; with elements.
+        dtype: Element type.
+        view: The elements of the box.
+        access: How to reach them.
+        device: Device type.
+        storage: What `LocalTensor.storage` says.
+    """
+    return _made(_Fields(shape, dtype, (box,), (view,), access, device, storage, plain=False))
+
+
+def _made(settable: Any) -> LocalTensor:
+    settable.__class__ = LocalTensor
+    return cast(LocalTensor, settable)
 
 
 class _Fields:
-    """The fields of a plain `LocalTensor` while they can still be set. A frozen class sets each by a slow call."""
+    """The fields of a `LocalTensor` while they can still be set. A frozen class sets each by a slow call."""
 
     __slots__ = tuple(field.name for field in fields(LocalTensor))
 
     def __init__(
-        self, shape: Any, dtype: DType, boxes: Any, views: Any, access: TensorAccess, device: str, storage: Any
+        self,
+        shape: Any,
+        dtype: DType,
+        boxes: Any,
+        views: Any,
+        access: TensorAccess,
+        device: str,
+        storage: Any,
+        *,
+        plain: bool,
     ) -> None:
         self.global_shape = shape
         self.dtype = dtype
@@ -236,6 +277,6 @@ class _Fields:
         self.access = access
         self.device = device
         self.storage = storage
-        self.plain = True
+        self.plain = plain
         self.ragged = False
         self.replica_ranks = None

@@ -288,8 +288,14 @@ def check_writable(tensor: LocalTensor, name: str) -> None:
 
     Raises:
         UnsupportedValueError: A read-only array, or one that repeats elements in memory.
+        AdapterError: The adapter says neither why, nor None.
     """
     for view in tensor.views:
         problem = tensor.access.writable_problem(view)
+        if problem is not None and not isinstance(problem, str):
+            raise AdapterError(
+                f"{name!r}: {type(tensor.access).__qualname__}.writable_problem returned {problem!r}: it must say in "
+                "words why the view cannot be filled, or return None where it can; repair the adapter"
+            )
         if problem is not None:
             raise UnsupportedValueError(f"{name!r} cannot be loaded into: {problem}")

@@ -124,7 +124,8 @@ def check_coverage(table: GlobalTable, boxes: UniqueBoxes, exempt: npt.NDArray[n
 
     Raises:
         CoverageError: A hole.
-        OverlapError: Boxes that overlap without being equal, or that leave the tensor.
+        OverlapError: Boxes that overlap without being equal.
+        PlanningError: Boxes that leave the tensor.
     """
     checked = np.flatnonzero((table.kind == TENSOR) & ~exempt)
     position = np.full(len(table.names), -1, dtype=np.int64)
@@ -146,7 +147,8 @@ def _tiling_error(
         shape = tuple(table.shape[entry, : table.ndim[entry]].tolist())
         holders = [_describe_unique(table, boxes, row) for row in fault.rows[:4]]
         lines.append(fault.told(table.names[entry], shape, holders))
-    error = CoverageError if all(fault.kind == "hole" for fault in faults) else OverlapError
+    kinds = {fault.kind for fault in faults}
+    error = PlanningError if "outside" in kinds else OverlapError if "overlap" in kinds else CoverageError
     remedy = "every element must be held once, or by ranks that hold equal boxes; check the layout of these tensors"
     return error("; ".join(lines) + f" ({remedy})")
 

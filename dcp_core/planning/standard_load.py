@@ -108,10 +108,10 @@ class StandardLoadPlanner(PlannerState, LoadPlanner):
         """The view of a wanted box of the plan, and how to reach its elements."""
         return self._targets[row]
 
-    def device_of(self, row: int) -> str:
-        """The type of device that a wanted box of the plan lies on."""
-        tensor = self.state.tensors[self._current_plan().wanted.leaves[row]]
-        return "cpu" if tensor is None else tensor.device
+    def devices(self) -> list[str]:
+        """The type of device that each wanted box of the plan lies on."""
+        device = ["cpu" if tensor is None else tensor.device for tensor in self.state.tensors]
+        return [device[leaf] for leaf in self._current_plan().wanted.leaves]
 
     @property
     def can_share(self) -> bool:
@@ -121,6 +121,11 @@ class StandardLoadPlanner(PlannerState, LoadPlanner):
             getattr(kind, name) is getattr(StandardLoadPlanner, name)
             for name in ("acquire_batch", "apply_batch", "build_global_plan", "finalize_plan")
         )
+
+    @property
+    def fills_in_place(self) -> bool:
+        """Whether what is acquired is the target's own memory, which is there anyway."""
+        return not self._is_extended() and type(self).acquire_batch is StandardLoadPlanner.acquire_batch
 
     def acquire_batch(self, spans: Sequence[ReadSpan]) -> Sequence[tuple[Any, TensorAccess]]:
         """The parts of the targets' memory that regions go to, and how to reach their elements."""

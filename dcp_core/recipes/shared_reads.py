@@ -8,6 +8,7 @@ import secrets
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from dcp_core.adapter import BroadcastGroup, Broadcasts
 from dcp_core.errors import CoordinationError, DcpError, PlanningError
 from dcp_core.execution.broadcast import BroadcastWalker
 from dcp_core.execution.interfaces import StorageReader
+from dcp_core.planning.leaves import TensorAccess
 from dcp_core.planning.load_plan import LoadPlan
 from dcp_core.planning.own_reads import plan_own_reads
 from dcp_core.planning.planners import LoadPlanner
@@ -83,10 +85,12 @@ class SharedReads:
         is_standard = isinstance(planner, StandardLoadPlanner) and planner.can_share
         if broadcasts is not None and reader.shares_reads and is_standard:
             assert isinstance(planner, StandardLoadPlanner), "just seen"
-            rows = range(len(kinds))
-            kinds = [self._kind_of(broadcasts, planner, row) for row in rows]
-            targets = [planner.target_of(row) if planner.device_of(row) == _HOST_DEVICE else None for row in rows]
-            arrays = [None if target is None else target[1].host_array(target[0]) for target in targets]
+            targets, devices = [planner.target_of(row) for row in range(len(kinds))], planner.devices()
+            kinds = self._kinds_of(broadcasts, targets, devices)
+            arrays = [
+                access.host_array(view) if device == _HOST_DEVICE else None
+                for (view, access), device in zip(targets, devices, strict=True)
+            ]
             for row in np.flatnonzero(overlapping(arrays)).tolist():
                 kinds[row] = None
             groups = self._held_groups(broadcasts, planner)
@@ -106,15 +110,19 @@ class SharedReads:
             return same, reader.probe_rate(plan, (group.rank + 1) / (group.world_size + 1))
         return 0.0, 0.0
 
-    def _kind_of(self, broadcasts: Broadcasts, planner: StandardLoadPlanner, row: int) -> str | None:
-        """What carries a wanted box; None where its rank reads it by itself."""
-        device = planner.device_of(row)
-        if device != _HOST_DEVICE and not broadcasts.carries(planner.target_of(row)[0]):
-            return None
-        kind = broadcasts.kind(device)
-        if kind is not None:
-            self._device_of.setdefault(kind, device)
-        return kind
+    def _kinds_of(
+        self, broadcasts: Broadcasts, targets: Sequence[tuple[Any, TensorAccess]], devices: Sequence[str]
+    ) -> list[str | None]:
+        """What carries each wanted box; None where its rank reads it by itself."""
+        kind_on = {device: broadcasts.kind(device) for device in dict.fromkeys(devices)}
+        kinds = [kind_on[device] for device in devices]
+        for row, device in enumerate(devices):
+            if device != _HOST_DEVICE and kinds[row] is not None and not broadcasts.carries(targets[row][0]):
+                kinds[row] = None
+        for device, kind in zip(devices, kinds, strict=True):
+            if kind is not None:
+                self._device_of.setdefault(kind, device)
+        return kinds
 
     def _held_groups(self, broadcasts: Broadcasts, planner: StandardLoadPlanner) -> tuple[HeldGroup, ...]:
         found = [HeldGroup(GroupKey(ranks, kind)) for ranks in self._given for kind in self._device_of]
@@ -249,6 +257,7 @@ def _check_shared(sharing: Sharing) -> None:
         )
 
 
+@cache
 def _boot_id() -> str:
     with suppress(OSError), open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
         return file.read().strip()

@@ -519,6 +519,16 @@ def test_that_it_is_dead_is_seen_before_its_messages_are_read(start: Callable[..
     assert seen == [True, False]
 
 
+def test_that_it_is_dead_is_seen_while_another_thread_asks_too(start: Callable[..., BackgroundProcess]) -> None:
+    process = start()
+    _ask(process, "hello")
+    lock = process._process._waitpid_lock  # type: ignore[attr-defined]  # held while somebody asks for its end
+    with lock:
+        os.kill(process.pid, signal.SIGKILL)
+        wait_until(lambda: not is_running(process.pid), "its end")
+        assert not process.is_alive
+
+
 def test_its_last_words_are_kept_and_told(start: Callable[..., BackgroundProcess], logs: Path) -> None:
     text = _death(start(), "exit", "the disk " * 2_000 + "is on fire")
     (log,) = logs.iterdir()

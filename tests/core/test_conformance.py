@@ -62,6 +62,8 @@ class TestNumpyRankAdapter(TestNumpyAdapter):
 class TestArraysOfRawBits(AdapterConformance):
     """A sharded array of one box: it carries every type, those that numpy lacks as raw bits."""
 
+    serves_arrays = True
+
     def make_adapter(self) -> Adapter:
         return NumpyRankAdapter()
 
@@ -79,6 +81,7 @@ class TestArraysOfRawBits(AdapterConformance):
 class DeviceTensors:
     """Arrays on a simulated device."""
 
+    serves_arrays = True
     device = SimulatedDevice(pace="at once")
 
     def make_adapter(self) -> Adapter:

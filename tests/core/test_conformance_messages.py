@@ -109,8 +109,13 @@ def test_ranks_with_one_error_tell_it_once() -> None:
 
 _MODULE = """
 from contextlib import nullcontext
+from dataclasses import replace
 
+import numpy as np
+
+from dcp_core.arrays import NumpyAdapter
 from dcp_core.box import Box
+from dcp_core.testing.conformance.adapter import AdapterConformance
 from dcp_core.testing.conformance.describer import DescriberConformance
 from dcp_core.testing.numpy_ranks import NumpyRankAdapter, ShardedArray, even_boxes
 
@@ -145,6 +150,53 @@ class TestShapes(Suite):
 
 class TestRaises(Suite):
     layouts = ("rows", "diagonal")
+
+
+class TestNoGroup(Suite):
+    layouts = ("rows",)
+
+    def in_rank(self, context):
+        return nullcontext(NumpyAdapter())
+
+
+class TestDtypes(Suite):
+    layouts = ("rows",)
+    dtypes = ("bf16",)
+
+
+class WrongDescriber(NumpyRankAdapter):
+    def describe(self, value):
+        found = super().describe(value)
+        return found and replace(found, dtype="float32")
+
+
+class TestWrongField(Suite):
+    layouts = ("rows",)
+
+    def make_describer(self):
+        return WrongDescriber()
+
+
+class TestRefuses(Suite):
+    layouts = ("rows",)
+
+    def refused_values(self, rank, world_size):
+        return [np.zeros(3)]
+
+
+class TestArrays(AdapterConformance):
+    def make_adapter(self):
+        return NumpyRankAdapter()
+
+    def make_tensor(self, bits, dtype):
+        return ShardedArray(bits.shape, [Box.whole(bits.shape)], [bits], dtype.name)
+
+    def bits_of(self, tensor):
+        return np.array(tensor.arrays[0])
+
+    def view_of(self, tensor, view):
+        part = view(tensor.arrays[0])
+        return ShardedArray(part.shape, [Box.whole(part.shape)], [part], tensor.dtype_name)
 """
 
 
@@ -187,6 +239,31 @@ def test_an_error_in_ranks_is_told_by_one_test_and_the_others_name_it(output: st
     assert [told in text for name, text in failures.items() if "_on_" not in name].count(True) >= 9
     described = {name: text for name, text in failures.items() if "Traceback" in text}
     assert len(described) <= 3, list(described)  # one that described, one that registered, one that saved
+
+
+@pytest.mark.parametrize(
+    ("suite", "test", "message"),
+    [
+        ("TestNoGroup", "test_every_value_is_described", "in_rank's group has 1 rank with this as rank 0, and 2 ranks"),
+        ("TestDtypes", "test_every_value_is_described", "TestDtypes.dtypes names ['bf16'], which are no element types"),
+        ("TestWrongField", "test_every_value_is_described", "rank 0: describe told the dtype 'float32': it must be a"),
+        (
+            "TestRefuses",
+            "test_what_cannot_be_stored_is_refused",
+            "0 of type ndarray was described; describe must raise",
+        ),
+        (
+            "TestArrays",
+            "test_values_of_others_are_left_to_others",
+            "describe must return None for what is no tensor of",
+        ),
+    ],
+)
+def test_a_wrong_suite_or_class_is_told_in_a_sentence(suite: str, test: str, message: str, output: str) -> None:
+    failures = _failures(output, suite)
+    assert message in failures[test], failures[test]
+    if suite == "TestArrays":
+        assert list(failures) == [test]
 
 
 # -- a save -----------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import json
 import os
 import tracemalloc
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +23,7 @@ from dcp_core.errors import (
     ShapeMismatchError,
 )
 from dcp_core.execution.huggingface import HuggingFaceReader
+from dcp_core.formats.huggingface_source import HuggingFaceSource
 from dcp_core.metadata import TensorStorageMetadata
 from dcp_core.planning.standard_load import StandardLoadPlanner
 from dcp_core.testing.numpy_ranks import NumpyRankAdapter
@@ -55,6 +57,22 @@ TENSORS: dict[str, Array] = {
 def halves(tensors: Mapping[str, Array]) -> list[dict[str, Array]]:
     names = list(tensors)
     return [{name: tensors[name] for name in names[:3]}, {name: tensors[name] for name in names[3:]}]
+
+
+def test_columns_of_whole_tensors_are_those_of_their_pieces(tmp_path: Path) -> None:
+    write_shards(tmp_path, halves(TENSORS))
+    described = HuggingFaceReader(tmp_path).load_metadata().source
+    assert isinstance(described, HuggingFaceSource)
+    assert described.is_whole
+    in_pieces = HuggingFaceSource(described.described, None, {"embed.weight": "embed.weight"})
+    assert not in_pieces.is_whole
+    assert described.save == in_pieces.save
+    for part in ("tensors", "chunks"):
+        own, other = getattr(described.columns, part), getattr(in_pieces.columns, part)
+        for field in fields(own):
+            found, expected = getattr(own, field.name), getattr(other, field.name)
+            assert getattr(found, "dtype", None) == getattr(expected, "dtype", None), field.name
+            np.testing.assert_array_equal(found, expected, field.name)
 
 
 # -- which files ---------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from dcp_core.api import read
 from dcp_core.box import Box
 from dcp_core.dtype import BY_NAME
 from dcp_core.errors import CorruptError, DcpError
+from dcp_core.execution import read_engine
 from dcp_core.planning.items import ReadItem, WriteItem
 from dcp_core.planning.load_plan import LoadPlan
 from dcp_core.planning.plans import SavePlan
@@ -276,6 +277,29 @@ def test_a_method_that_is_overridden_alone_is_called_for_every_item(method: str,
     assert len(calls) == len(expected) or method == "access"
     for part in shards:
         part.check()
+
+
+def test_only_targets_that_are_there_anyway_are_asked_for_many_at_a_time(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(state_of(shards_of(1, 0, 0)), str(directory))
+    monkeypatch.setattr(read_engine, "BATCH_BYTES", 1)
+    batches: list[int] = []
+    cut = read_engine._batches
+
+    def counting(*args: Any) -> Any:
+        found = list(cut(*args))
+        batches.append(len(found))
+        return found
+
+    monkeypatch.setattr(read_engine, "_batches", counting)
+    for planner, expected in [(StandardLoadPlanner(), 1), (overriding("acquire_tensor", []), len(SHAPES))]:
+        batches.clear()
+        shards = shards_of(1, 0, 0, poisoned=True)
+        load(state_of(shards), str(directory), planner=planner)
+        assert max(batches) == expected
+        for part in shards:
+            part.check()
 
 
 def test_a_region_that_is_corrupt_is_not_applied(directory: Path) -> None:

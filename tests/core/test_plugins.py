@@ -265,7 +265,7 @@ class TestBrokenPlugins:
             (_plugin(adapters=lambda: None), "must return a sequence of AdapterEntry, found None"),
             (_plugin(storages=_toy_adapter()), "must return a sequence of StorageEntry"),
             (_plugin(adapters=lambda: [AdapterEntry("a", "b", "no colon")]), "an adapter's factory must look like"),
-            (_plugin(nonsense=lambda: ()), "PluginValidationError"),
+            (_plugin(nonsense=lambda: ()), "PluginValidationError: .*the hooks are dcp_adapters, dcp_describers, dcp_"),
             (_plugin(adapters=_with_argument), "PluginValidationError"),
             (types.SimpleNamespace(dcp_adapters=_toy_adapter()), r"dcp_adapters\(\) is not marked: write @hookimpl"),
             (types.SimpleNamespace(), "it implements no hook: the module that its entry point names must have"),
@@ -644,9 +644,29 @@ class TestChecks:
             assert registry.problems("broken") == ["ImportError: needs libfoo"]
         (missing,) = registry.problems("mine")
         assert missing.startswith("no plugin is called 'mine': install the package")
+        assert "an entry point of the group 'dcp'" in missing
         assert missing.endswith("found: broken, dcp_core, one, two")
         (contested,) = registry.problems("one")
         assert contested.startswith("two plugins claim the storage of scheme 'toy'")
+
+    def test_a_plugin_module_that_imports_a_framework_has_a_problem(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        (tmp_path / "mindspore.py").write_text("")
+        for name, line in (("heavy_module", "import mindspore"), ("light_module", "import json")):
+            (tmp_path / f"{name}.py").write_text(f"{line}\nprint('noise')\n")
+        monkeypatch.syspath_prepend(tmp_path)
+        registry = _registry(heavy=_plugin(adapters=lambda: []), light=_plugin(adapters=lambda: []))
+        assert registry.problems("light") == []
+        (problem,) = registry.problems("heavy")
+        assert problem.startswith(
+            "importing heavy_module imports mindspore, and plugins are imported in processes that"
+        )
+
+    def test_what_a_plugin_claims_twice_is_one_problem(self) -> None:
+        entry = StorageEntry("toy", "toyplugin:copy_wrapper")
+        (problem,) = _registry(one=_plugin(storages=lambda: [entry, entry])).problems("one")
+        assert problem.startswith("the plugin 'one' (one_module) claims the storage of scheme 'toy' twice")
 
     def test_a_framework_that_an_extra_brings_may_be_missing(self, tmp_path: Path) -> None:
         entries = [

@@ -19,6 +19,7 @@ from dcp_core.api import allow_pickled, read
 from dcp_core.box import Box, flat_range_to_boxes
 from dcp_core.dtype import BY_NAME, DTYPES, DType
 from dcp_core.errors import (
+    AdapterError,
     CoverageError,
     DcpError,
     DTypeMismatchError,
@@ -162,7 +163,7 @@ WRONG_STATES: dict[str, Callable[[RankContext], dict[str, Any]]] = {
     "overlap": lambda ctx: {"w": ShardedArray.cut(np.zeros((6, 2)), [Box((2 * ctx.rank, 0), (2 + ctx.rank % 2, 2))])},
     "outside": lambda ctx: {"w": ShardedArray((3, 2), [Box((ctx.rank * 2, 0), (1, 2))], [np.zeros((1, 2))])},
 }  # fmt: skip
-WRONG_TEXTS: dict[str, tuple[type[PlanningError], tuple[str, ...]]] = {
+WRONG_TEXTS: dict[str, tuple[type[DcpError], tuple[str, ...]]] = {
     "shape": (ShapeMismatchError, ("'w'", "(4, 2)", "(4, 3)", "rank 0", "rank 2")),
     "rank": (ShapeMismatchError, ("'w'", "(3, 2)", "(3, 2, 1)", "rank 0", "rank 2")),
     "dtype": (DTypeMismatchError, ("'w'", "float32", "float16", "rank 0", "rank 2")),
@@ -170,7 +171,7 @@ WRONG_TEXTS: dict[str, tuple[type[PlanningError], tuple[str, ...]]] = {
     "plain shape": (ShapeMismatchError, ("'w'", "(3,)", "(4,)", "rank 0", "rank 2")),
     "hole": (CoverageError, ("'w'", "(5, 2)", "offsets (4, 0) sizes (1, 2)")),
     "overlap": (OverlapError, ("'w'", "(6, 2)", "offsets (2, 0) sizes (3, 2) on rank 1", "on rank 2")),
-    "outside": (OverlapError, ("'w'", "(3, 2)", "offsets (4, 0) sizes (1, 2) on rank 2")),
+    "outside": (AdapterError, ("'w'", "(3, 2)", "offsets=(4, 0), sizes=(1, 2)", "the box leaves", "rank 2")),
 }
 
 

@@ -65,6 +65,16 @@ VARIANTS: list[Callable[[torch.Tensor], torch.Tensor]] = [
 DTYPES = [torch.float32, torch.bfloat16, torch.bool, torch.int8, torch.float8_e4m3fn, torch.complex64]
 
 
+def check_same(found: LocalTensor, expected: LocalTensor) -> None:
+    for field in fields(LocalTensor):
+        if field.name != "views":
+            assert getattr(found, field.name) == getattr(expected, field.name), field.name
+    for view, other in zip(found.views, expected.views, strict=True):
+        assert not view.requires_grad
+        assert (view.data_ptr(), view.shape, view.stride()) == (other.data_ptr(), other.shape, other.stride())
+        assert ADAPTER.read_out(view).tobytes() == ADAPTER.read_out(other).tobytes()
+
+
 @given(
     shape=st.lists(st.integers(0, 3), min_size=1, max_size=3),
     dtype=st.sampled_from(DTYPES),
@@ -84,13 +94,7 @@ def test_the_short_way_to_describe_a_tensor_and_the_long_way_say_the_same(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(describers, "_describe_simple", lambda value, access: None)
         expected = described(tensor)
-    for field in fields(LocalTensor):
-        if field.name != "views":
-            assert getattr(found, field.name) == getattr(expected, field.name), field.name
-    for view, other in zip(found.views, expected.views, strict=True):
-        assert not view.requires_grad
-        assert (view.data_ptr(), view.shape, view.stride()) == (other.data_ptr(), other.shape, other.stride())
-        assert ADAPTER.read_out(view).tobytes() == ADAPTER.read_out(other).tobytes()
+    check_same(found, expected)
 
 
 @pytest.mark.parametrize("make", [lambda: torch.ones(3), lambda: torch.nn.Parameter(torch.ones(3))])
@@ -122,6 +126,47 @@ def check_subset(rank: TorchRank) -> tuple[int, str, tuple[int, ...]]:
 def test_ranks_outside_the_mesh_hold_nothing_and_know_shape_and_dtype() -> None:
     found = run_gloo(check_subset, 4)
     assert found == [(count, "float16", (4, 3)) for count in (0, 1, 0, 1)]
+
+
+def check_both_ways(rank: TorchRank) -> None:
+    mesh = init_device_mesh(rank.device.type, (2,))
+    for shape, dtype in [
+        ((6, 3), torch.float32),
+        ((5,), torch.bfloat16),
+        ((1, 2), torch.int8),
+        ((0, 2), torch.float16),
+    ]:
+        whole = torch.arange(int(np.prod(shape))).reshape(shape).to(dtype)
+        plain = distribute_tensor(whole, mesh, [Shard(0)])
+        locals_ = [plain._local_tensor, torch.cat([plain._local_tensor] * 2)[len(plain._local_tensor) :]]
+        if dtype.is_floating_point:
+            locals_ += [torch.nn.Parameter(plain._local_tensor), torch._neg_view(plain._local_tensor.clone())]
+        if len(shape) == 2:
+            locals_.append(plain._local_tensor.t().contiguous().t())
+        for local in locals_:
+            tensor: Any = DTensor(local, plain._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+            found = described(tensor)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(describers, "_simple_memory", lambda value: None)
+                check_same(found, described(tensor))
+
+
+def test_the_short_way_to_describe_a_dtensor_and_the_long_way_say_the_same() -> None:
+    run_gloo(check_both_ways, 2)
+
+
+def check_meshes_in_turn(rank: TorchRank) -> None:
+    for _ in range(3):
+        meshes = {order: DeviceMesh(rank.device.type, list(order)) for order in ((0, 1), (1, 0), (1,))}
+        for _ in range(2):
+            for order, mesh in meshes.items():
+                tensor = DTensor.from_local(torch.zeros(2), mesh, [Shard(0)], run_check=False)
+                expected = [Box((2 * order.index(rank.rank),), (2,))] if rank.rank in order else []
+                assert list(described(tensor).boxes) == expected
+
+
+def test_a_rank_has_another_place_on_every_mesh() -> None:
+    run_gloo(check_meshes_in_turn, 2)
 
 
 def check_layouts_of_one_shape(rank: TorchRank) -> None:
@@ -311,7 +356,12 @@ def test_a_flat_shard_becomes_boxes_of_its_elements(data: st.DataObject, shape: 
     ("shape", "offsets", "global_shape", "words"),
     [
         ((2,), (3,), (4,), "beyond"),
-        ((2, 2), (0,), (4, 2), "differ in length"),
+        (
+            (2, 2),
+            (0,),
+            (4, 2),
+            r"differ in length: a part keeps all dimensions .*local\[at : at \+ 1\]",
+        ),
         ((2,), (-1,), (4,), "negative"),
         ((2, 2), (0, 0), (4, 2, 2), "dimensions"),
         ((5,), (0,), (2, 2), "beyond"),

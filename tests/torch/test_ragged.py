@@ -301,3 +301,18 @@ def test_parts_that_cannot_be_described_are_refused(found: Any, words: str) -> N
 def test_the_examples_in_the_docs_are_true(module: Any) -> None:
     found = doctest.testmod(module)
     assert found.attempted and not found.failed
+
+
+@pytest.mark.parametrize(
+    ("part", "found"),
+    [
+        (((0, 0), torch.zeros(2, 6)), r"\(tuple, Tensor\)"),
+        ((np.zeros((2, 6)), (0, 0)), r"\(ndarray, tuple\)"),
+        (torch.zeros(2, 6), "a Tensor"),
+        ((torch.zeros(2, 6),), r"\(Tensor\)"),
+        ((torch.zeros(6), 4), r"\(a tensor, 4\)"),
+    ],
+)
+def test_what_is_no_part_is_refused_in_words(part: Any, found: str) -> None:
+    with pytest.raises(ArgumentError, match=rf"given {found} as a part: a part is \(torch tensor, start\)"):
+        describe_parts([part], global_shape=(4, 6))

@@ -16,6 +16,7 @@ from dcp_core.adapter import Adapter
 from dcp_core.arrays import convert
 from dcp_core.box import Box, slices
 from dcp_core.dtype import BY_NAME, DTYPES, DType
+from dcp_core.planning.description_checks import description_problem
 from dcp_core.planning.leaves import DeviceTransfers, LocalTensor
 from dcp_core.plugin_checks import protocol_problem
 from dcp_core.testing.conformance.comparing import check_same
@@ -44,7 +45,12 @@ class AdapterConformance(TensorSuite):
 
     Types and views that the framework lacks are declared, in `lacking_dtypes` and `lacking_views`; the tests of such a
     type are skipped, and what is declared is checked.
+
+    Attributes:
+        serves_arrays: Whether the adapter describes numpy's arrays, too; need not be said where these are its tensors.
     """
+
+    serves_arrays: bool = False
 
     def make_adapter(self) -> Adapter:
         """Make the adapter, or return the one there is."""
@@ -90,6 +96,13 @@ class AdapterConformance(TensorSuite):
         assert [tuple(view.shape) for view in found.views] == [shape]
         assert isinstance(found.device, str) and found.device
 
+    def test_plain_is_said_of_whole_tensors_only(self, adapter: Adapter) -> None:
+        """A shard that is called plain would be refused; and so would what has fields of wrong types."""
+        for name, _, found in self._views(adapter, lambda: self._tensor(random_bits(_INT32, SHAPE), _INT32)):
+            problem = description_problem(found)
+            if problem is not None:
+                pytest.fail(f"of the view {name!r}, describe {problem}")
+
     @pytest.mark.parametrize("shape", [(0,), (3, 0), (0, 5, 2)])
     def test_a_tensor_without_elements_holds_no_box(self, adapter: Adapter, shape: tuple[int, ...]) -> None:
         """Empty boxes are left out."""
@@ -98,8 +111,12 @@ class AdapterConformance(TensorSuite):
 
     def test_values_of_others_are_left_to_others(self, adapter: Adapter) -> None:
         """What is no tensor of this framework gets None: another adapter, or an object codec, serves it."""
-        claimed = [value for value in (*FOREIGN_VALUES, *self.foreign_values()) if adapter.describe(value) is not None]
-        assert claimed == []
+        is_ours = self.serves_arrays or isinstance(self._tensor(random_bits(_INT32, SHAPE), _INT32), np.ndarray)
+        arrays = () if is_ours else (np.zeros(3, np.float32),)
+        values = (*FOREIGN_VALUES, *arrays, *self.foreign_values())
+        claimed = [value for value in values if adapter.describe(value) is not None]
+        if claimed:
+            pytest.fail(f"describe must return None for what is no tensor of this framework, and describes {claimed}")
 
     def test_storage_names_the_elements(self, adapter: Adapter) -> None:
         """Two names of the same elements are stored once; different elements must differ."""
@@ -267,11 +284,20 @@ class AdapterConformance(TensorSuite):
         """Slices can; what is read-only, or has elements that share memory, says so."""
         for name, _, found in self._views(adapter, lambda: self._tensor(random_bits(_INT32, SHAPE), _INT32)):
             for view in found.views:
-                assert found.access.writable_problem(view) is None, name
+                problem = found.access.writable_problem(view)
+                if problem is not None:
+                    pytest.fail(
+                        f"writable_problem says {problem!r} of the view {name!r}: it must return None, and nothing "
+                        "else, where a view can be filled"
+                    )
         for value in self.unwritable_views():
             found = self._described(adapter, value)
             problems = [found.access.writable_problem(view) for view in found.views]
-            assert any(isinstance(problem, str) and problem for problem in problems), value
+            if not any(isinstance(problem, str) and problem for problem in problems):
+                pytest.fail(
+                    f"unwritable_views gives {value!r}, of which writable_problem says {problems}: it must say in "
+                    "words why the view cannot be filled"
+                )
 
     # -- memory of a device ----------------------------------------------------------------------------------------
 
@@ -325,8 +351,9 @@ class AdapterConformance(TensorSuite):
 
     def _described(self, adapter: Adapter, value: Any) -> LocalTensor:
         found = adapter.describe(value)
-        assert isinstance(found, LocalTensor)
-        assert len(found.boxes) == len(found.views)
+        if not isinstance(found, LocalTensor):
+            pytest.fail(f"describe gives {found!r} for a tensor of type {type(value).__qualname__}, and no LocalTensor")
+        assert len(found.boxes) == len(found.views), f"{len(found.boxes)} boxes and {len(found.views)} views: one a box"
         return found
 
     def _views(self, adapter: Adapter, make: Callable[[], Any]) -> Iterator[tuple[str, Any, LocalTensor]]:

@@ -26,7 +26,7 @@ class Held:
     """What a rank's value was described as.
 
     Attributes:
-        is_tensor: Whether `describe` gave a `LocalTensor`; nothing else is filled in where not.
+        is_tensor: Whether `describe` gave a `LocalTensor` that can be looked at; only `problem` is filled in where not.
         global_shape: Of the whole tensor.
         dtype: Name of the element type.
         boxes: What the rank holds.
@@ -36,6 +36,8 @@ class Held:
         replica_ranks: Ranks said to hold the same.
         is_steady: Whether both descriptions tell the same boxes and the same storage.
         is_apart: Whether a second value has another storage, where that is told.
+        is_plain: Whether it is said to be a whole value.
+        problem: Why a save would refuse the description, or None.
     """
 
     is_tensor: bool
@@ -48,6 +50,8 @@ class Held:
     replica_ranks: tuple[int, ...] | None = None
     is_steady: bool = True
     is_apart: bool = True
+    is_plain: bool = False
+    problem: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ whole tensor.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,9 @@ import pytest
 from dcp_core import api
 from dcp_core.adapter import Adapter, Describer
 from dcp_core.box import Box, contains, slices
-from dcp_core.dtype import DType, dtype_named
+from dcp_core.dtype import BY_NAME, DType, dtype_named
 from dcp_core.errors import UnsupportedValueError
+from dcp_core.planning.description_checks import description_problem
 from dcp_core.planning.leaves import LocalTensor
 from dcp_core.plugin_checks import protocol_problem
 from dcp_core.testing.conformance.comparing import check_same, told_difference
@@ -100,6 +102,7 @@ class DescriberConformance(RankedSuite):
 
     def test_the_plugin_that_registers_it_is_asked(self) -> None:
         """Saves and loads find a describer by the name in its entry, which nothing else checks."""
+        self._names("dtypes")
         (told,) = self.run_in_ranks(self._tell_registration, 1)
         if told is None:
             pytest.skip("no plugin registers the describer; once one does, let `plugin` be its entry point's name")
@@ -124,10 +127,20 @@ class DescriberConformance(RankedSuite):
         for case in self._all():
             for rank, held in enumerate(case.ranks):
                 where = f"{case.words}: rank {rank}"
-                assert held.is_tensor, f"{where}: describe gives no LocalTensor"
+                assert held.is_tensor, f"{where}: describe {held.problem or 'gives no LocalTensor'}"
                 assert held.global_shape == case.shape, f"{where} tells the shape {held.global_shape}"
                 hint = " and holds nothing: a description without views needs the dtype told" if not held.boxes else ""
                 assert held.dtype == case.dtype, f"{where} tells the dtype {held.dtype}{hint}"
+
+    def test_plain_is_said_of_whole_tensors_only(self) -> None:
+        """`plain` promises that every rank holds the same; of shards that were called so, most would be lost."""
+        for case, rank, held in self._each():
+            count = sum(box.numel for box in held.boxes)
+            if held.is_plain and count != math.prod(case.shape):
+                pytest.fail(
+                    f"{case.words}: rank {rank} says plain=True of {count} of {math.prod(case.shape)} elements; plain "
+                    "is for a value that every rank has whole: leave it out for a shard"
+                )
 
     def test_some_rank_holds_nothing(self) -> None:
         """There are small tensors in every model, and jobs with more ranks than these have rows."""
@@ -201,6 +214,8 @@ class DescriberConformance(RankedSuite):
             if held.replica_ranks is not None:
                 told = f"{case.words}: rank {rank} tells replica_ranks {held.replica_ranks}"
                 assert rank in held.replica_ranks, f"{told}, without itself"
+                unknown = [other for other in held.replica_ranks if other not in range(len(case.ranks))]
+                assert unknown == [], f"{told}; there are {count_of_ranks(len(case.ranks))}, counted from 0"
                 others = [other for other in held.replica_ranks if case.ranks[other].boxes != held.boxes]
                 assert others == [], f"{told}; these hold other boxes"
 
@@ -210,21 +225,31 @@ class DescriberConformance(RankedSuite):
         claimed = [
             value for value in (*FOREIGN_VALUES, *self.foreign_values()) if describer.describe(value) is not None
         ]
-        assert claimed == []
+        if claimed:
+            pytest.fail(f"describe must return None for what is not of the type, and describes {claimed}")
 
     def test_what_cannot_be_stored_is_refused(self) -> None:
         """With `UnsupportedValueError`, on every rank."""
-        assert self.run_in_ranks(self._describe_refused, 2) == [[], []]
+        for rank, accepted in enumerate(self.run_in_ranks(self._describe_refused, 2)):
+            if accepted:
+                pytest.fail(
+                    f"rank {rank}: refused_values, by number: {', '.join(accepted)}; describe must raise "
+                    "dcp_core.errors.UnsupportedValueError for each"
+                )
 
     def _describe_refused(self, context: RankContext, adapter: Adapter) -> list[str]:
-        """A job: values that are not refused."""
+        """A job: values that are not refused, and what became of them."""
         describer, accepted = self.make_describer(), []
         for number, value in enumerate(self.refused_values(context.rank, context.world_size)):
             try:
-                describer.describe(value)
+                found = describer.describe(value)
             except UnsupportedValueError:
                 continue
-            accepted.append(f"{number}: {type(value).__qualname__}")
+            except Exception as error:
+                became = f"raised {type(error).__name__}"
+            else:
+                became = "was left to others" if found is None else "was described"
+            accepted.append(f"{number} of type {type(value).__qualname__} {became}")
         return accepted
 
     def test_what_is_saved_in_a_layout_is_loaded_in_any_other(self, tmp_path: Path) -> None:
@@ -245,6 +270,9 @@ class DescriberConformance(RankedSuite):
     ) -> list[str]:
         """A job: load values of each type and shape where the last job saved, and save them; gives what is wrong."""
         loaded = () if before is None else self._shapes(before[0])
+        problem = _problem_of_group(context, adapter)
+        if problem is not None:
+            return [problem]
         state = self._state(context, layout, loaded)
         describer, first = self.make_describer(), next(iter(state.values()))
         problem = problem_of_registration(describer, first, self.plugin)
@@ -269,6 +297,9 @@ class DescriberConformance(RankedSuite):
 
     def _describe_values(self, context: RankContext, adapter: Adapter) -> list[Held]:
         """A job: describe this rank's value of every layout, shape and type."""
+        problem = _problem_of_group(context, adapter)
+        if problem is not None:
+            raise AssertionError(problem)
         return [self._held(context, layout, dtype_named(name), shape) for layout, shape, name in self._kinds()]
 
     def _kinds(self) -> Iterator[tuple[str, Shape, str]]:
@@ -290,6 +321,12 @@ class DescriberConformance(RankedSuite):
         declared = getattr(self, attribute)
         if isinstance(declared, str) or not declared:
             pytest.fail(f"{type(self).__name__}.{attribute} is {declared!r}; it must be a tuple of at least one")
+        unknown = [name for name in declared if name not in BY_NAME] if attribute == "dtypes" else []
+        if unknown:
+            pytest.fail(
+                f"{type(self).__name__}.{attribute} names {unknown}, which are no element types; there are: "
+                f"{', '.join(BY_NAME)}"
+            )
         return tuple(declared)
 
     def _held(self, context: RankContext, layout: str, dtype: DType, shape: Shape) -> Held:
@@ -299,11 +336,38 @@ class DescriberConformance(RankedSuite):
         )
         describer = self.make_describer()
         found, of_second = describer.describe(value), describer.describe(second)
+        problem = None if found is None else description_problem(found)
+        try:
+            return self._looked_at(describer, value, found, of_second, other, dtype)
+        except Exception:
+            if problem is None:
+                raise
+            return Held(is_tensor=False, problem=problem)
+
+    def _looked_at(
+        self,
+        describer: Describer,
+        value: Any,
+        found: LocalTensor | None,
+        of_second: LocalTensor | None,
+        other: Bits,
+        dtype: DType,
+    ) -> Held:
+        """What there is to know of a value and its first description.
+
+        Args:
+            describer: What describes it.
+            value: The value.
+            found: Its first description.
+            of_second: That of a value alike, in other memory.
+            other: Other elements of the whole tensor.
+            dtype: What they are.
+        """
         if not isinstance(found, LocalTensor):
-            return Held(is_tensor=False)
+            return Held(is_tensor=False, problem=None if found is None else description_problem(found))
         bits = bits_of(found)
         for box, view in zip(found.boxes, found.views, strict=False):
-            if tuple(view.shape) == box.sizes and contains(Box.whole(shape), box):
+            if tuple(view.shape) == box.sizes and contains(Box.whole(other.shape), box):
                 found.access.copy_into(view, other[slices(box)], dtype)
         again = describer.describe(value)
         if again is None or of_second is None:
@@ -319,6 +383,8 @@ class DescriberConformance(RankedSuite):
             found.replica_ranks,
             is_steady=(found.boxes, found.storage) == (again.boxes, again.storage),
             is_apart=found.storage is None or not found.boxes or found.storage != of_second.storage,
+            is_plain=found.plain,
+            problem=description_problem(found),
         )
 
     def _state(self, context: RankContext, layout: str, to_load: Sequence[Shape]) -> dict[tuple[str, Shape], Any]:
@@ -364,6 +430,20 @@ class DescriberConformance(RankedSuite):
 
 _seen: dict[tuple[type, int], list[list[Held]] | RankProcessError] = {}
 """What the ranks of a suite said, by the suite and their number: several tests look at it."""
+
+
+def _problem_of_group(context: RankContext, adapter: Adapter | None) -> str | None:
+    """Whether `in_rank` has made the process a rank of a job; where not, why saves would not meet."""
+    if adapter is None:
+        return "in_rank gives no adapter; it must start the framework's job and give the adapter"
+    found = adapter.process_group(None, with_channel=False)
+    if (found.rank, found.world_size) == (context.rank, context.world_size):
+        return None
+    return (
+        f"in_rank's group has {count_of_ranks(found.world_size)} with this as rank {found.rank}, and "
+        f"{count_of_ranks(context.world_size)} were started, this one as rank {context.rank}: in_rank must start the "
+        "framework's job, and give an adapter that finds it"
+    )
 
 
 def _key(dtype: str, shape: Shape) -> str:

@@ -46,6 +46,16 @@ class LeavesTheShape(NumpyAdapter):
         return replace(found, boxes=(Box((0,) * len(found.global_shape), (rows + 1, *others)),))
 
 
+class CallsPartsOfTheirBasePlain(NumpyAdapter):
+    """Describes a slice of rows as a shard of the array that it was cut from, and calls it plain."""
+
+    def describe(self, value: Any) -> LocalTensor | None:
+        found = super().describe(value)
+        if found is None or value.base is None or value.ndim != 2 or value.base.shape[1:] != value.shape[1:]:
+            return found
+        return replace(found, global_shape=value.base.shape, boxes=found.boxes and (Box((0, 0), value.shape),))
+
+
 class KeepsEmptyBoxes(NumpyAdapter):
     def describe(self, value: Any) -> LocalTensor | None:
         found = super().describe(value)
@@ -180,6 +190,7 @@ FOUND_BY: dict[type, str] = {
     LacksAMethod: "test_it_has_the_methods_of_the_protocol_and_takes_what_the_core_passes",
     SpellsDtypesAsItself: "test_every_dtype_is_described_by_its_name",
     LeavesTheShape: "test_a_tensor_is_one_whole_box",
+    CallsPartsOfTheirBasePlain: "test_plain_is_said_of_whole_tensors_only",
     KeepsEmptyBoxes: "test_a_tensor_without_elements_holds_no_box",
     ClaimsNumbers: "test_values_of_others_are_left_to_others",
     NamesStorageByTheFirstElement: "test_storage_names_the_elements",
@@ -275,6 +286,7 @@ FOUND_BY_ON_DEVICES: dict[type, str] = {
 class DeviceSuite(AdapterConformance):
     """The kit on an adapter of arrays on a device."""
 
+    serves_arrays = True
     wrong: type = SimulatedDevice
 
     @cached_property

@@ -82,6 +82,11 @@ class TellsTheLocalShape(RowsDescriber):
         return replace(found, global_shape=found.boxes[0].sizes) if found.boxes else found
 
 
+class CallsShardsPlain(RowsDescriber):
+    def change(self, found: LocalTensor) -> LocalTensor | None:
+        return replace(found, plain=True)
+
+
 class CountsFromOne(RowsDescriber):
     def change(self, found: LocalTensor) -> LocalTensor | None:
         return replace(found, boxes=tuple(Box((box.offsets[0] + 1, 0), box.sizes) for box in found.boxes))
@@ -145,6 +150,11 @@ class CallsShardsReplicas(RowsDescriber):
         return replace(found, replica_ranks=(0, 1)) if is_cut else found
 
 
+class NamesReplicasThatAreNotThere(RowsDescriber):
+    def change(self, found: LocalTensor) -> LocalTensor | None:
+        return replace(found, replica_ranks=tuple(range(8)))
+
+
 class ClaimsForeignValues(RowsDescriber):
     def describe(self, value: Any) -> LocalTensor | None:
         return super().describe(value) or NumpyRankAdapter().describe(value)
@@ -173,6 +183,7 @@ FOUND_BY: dict[type, str] = {
     TakesANameToo: "test_it_has_the_method_of_the_protocol",
     ForgetsRanksWithoutRows: "test_every_value_is_described",
     TellsTheLocalShape: "test_every_value_is_described",
+    CallsShardsPlain: "test_plain_is_said_of_whole_tensors_only",
     CountsFromOne: "test_boxes_lie_in_the_tensor_and_have_elements",
     KeepsEmptyBoxes: "test_boxes_lie_in_the_tensor_and_have_elements",
     GivesTransposedViews: "test_views_have_the_sizes_of_their_boxes",
@@ -184,6 +195,7 @@ FOUND_BY: dict[type, str] = {
     NamesStorageAnew: "test_a_value_is_described_alike_again",
     NamesAllStoragesAlike: "test_values_of_their_own_have_storages_of_their_own",
     CallsShardsReplicas: "test_ranks_said_to_hold_the_same_do",
+    NamesReplicasThatAreNotThere: "test_ranks_said_to_hold_the_same_do",
     ClaimsForeignValues: "test_values_of_others_are_left_to_others",
     TakesSumsForValues: "test_what_cannot_be_stored_is_refused",
     ReachesTheFirstRows: "test_what_is_saved_in_a_layout_is_loaded_in_any_other",
