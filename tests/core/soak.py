@@ -16,11 +16,10 @@ from pathlib import Path
 from random import Random
 from typing import Any, Protocol
 
-from dcp_core import api
 from dcp_core.storage.commit import HEARTBEAT_EXPIRY_SECONDS
 from tests.core.async_jobs import RESULT_SECONDS
 from tests.core.fault_jobs import Outcome, Seat, checkpoint_names, names_in, outcome_of
-from tests.core.soak_events import QUIET, Event
+from tests.core.soak_events import QUIET, Event, Verb
 from tests.core.soak_faults import Fate, Fateful, reader_of
 from tests.core.soak_vitals import Vitals
 
@@ -29,6 +28,7 @@ SHORT_SECONDS = 2.5
 
 KEEP, KEEP_EVERY = 2, 25
 _OUT_OF_STEP = ("late", "interrupt")
+_AT_LOOKS = 10**6
 
 
 class Target(Protocol):
@@ -104,6 +104,7 @@ class Soak:
                 error.args = (f"{event}: {error.args[0] if error.args else error!r}", *error.args[1:])
                 raise
             if look_at_use(event.number):
+                self._happen(_quiet(_AT_LOOKS + event.number, "async save"))  # so that background processes are there
                 self.vitals.append(Vitals.of(self.seat, event.number))
         self._end(event.number)
 
@@ -189,9 +190,7 @@ class Soak:
 
     # -- what must be -----------------------------------------------------------------------------------------------
 
-    def _possible(
-        self, event: Event, ended: Sequence[Outcome], new: Found, old: Found | None
-    ) -> set[Found | None]:
+    def _possible(self, event: Event, ended: Sequence[Outcome], new: Found, old: Found | None) -> set[Found | None]:
         """Which checkpoint may be the newest now.
 
         Raises:
@@ -288,9 +287,9 @@ class Soak:
 
     def _end(self, number: int) -> None:
         """Two saves that nothing happens to leave nothing behind but checkpoints."""
-        for more, (verb, trouble) in enumerate(QUIET, 1):
+        for more, (verb, _) in enumerate(QUIET, 1):
             self._expire_half_records()
-            self._happen(Event(number + more, verb, trouble, 0, 1, 5, 0, 0, False))
+            self._happen(Event(number + more, verb, trouble, 0, 1, 5, 0, False))
         if self.seat.rank == 0:
             for name in names_in(self.root):
                 place = self.root / name
@@ -323,14 +322,14 @@ _ALLOWED = {
 """The errors that a trouble may end in."""
 
 
+def _quiet(number: int, verb: Verb) -> Event:
+    """A save that nothing happens to."""
+    return Event(number, verb, "", 0, 1, 0, 0, False)
+
+
 def _flip(file: Path, position: int) -> None:
     with file.open("r+b") as opened:
         opened.seek(position)
         byte = opened.read(1)
         opened.seek(position)
         opened.write(bytes([byte[0] ^ 0x10]))
-
-
-def number_in(path: str) -> int:
-    """Which event saved a checkpoint: it is one of its tensors."""
-    return int(api.read(path, "event"))

@@ -43,7 +43,6 @@ class Event:
         victim: On which rank.
         at: At which operation of the disk.
         error_number: How that fails.
-        structure: What kind of state it is.
         layout: Number from which the cuts follow.
         over: Whether the save replaces the newest checkpoint.
     """
@@ -54,7 +53,6 @@ class Event:
     victim: int
     at: int
     error_number: int
-    structure: int
     layout: int
     over: bool
 
@@ -73,15 +71,14 @@ class Event:
         return Fate("fail", self.at, self.error_number) if self.trouble == "after" and rank == 0 else Fate()
 
 
-def events(seed: int, count: int, world: int, *, structures: int = 4, layouts: int = 3) -> Iterator[Event]:
+def events(seed: int, count: int, world: int, *, layouts: int = 3) -> Iterator[Event]:
     """The events of a soak: first some saves that nothing happens to, then decks of everything, shuffled.
 
     Args:
         seed: All follows from it.
         count: How many.
         world: How many ranks.
-        structures: How many kinds of states there are.
-        layouts: How many ways to cut each of them for saves.
+        layouts: How many ways to cut states for saves.
     """
     rng = Random(seed)
     deck: list[tuple[Verb, str]] = []
@@ -98,7 +95,6 @@ def events(seed: int, count: int, world: int, *, structures: int = 4, layouts: i
             rng.randrange(world),
             rng.randint(1, 3) if verb == "load" else rng.randint(1, 10),
             rng.choice(ERROR_NUMBERS),
-            rng.randrange(structures),
             rng.randrange(layouts),
             number > len(QUIET) and rng.random() < 0.3,
         )
