@@ -289,7 +289,7 @@ class Soak:
         """Two saves that nothing happens to leave nothing behind but checkpoints."""
         for more, (verb, _) in enumerate(QUIET, 1):
             self._expire_half_records()
-            self._happen(Event(number + more, verb, trouble, 0, 1, 5, 0, False))
+            self._happen(_quiet(number + more, verb))
         if self.seat.rank == 0:
             for name in names_in(self.root):
                 place = self.root / name

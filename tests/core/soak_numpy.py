@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import deepcopy
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -35,7 +36,9 @@ def tree_of(seed: int, number: int) -> dict[str, Any]:
     }
 
     def renewed(place: Any, leaf: Tensor | Value) -> Tensor | Value:
-        if isinstance(leaf, Value) or place[0][1] in ("event", "big"):
+        if isinstance(leaf, Value):
+            return Value(deepcopy(leaf.value))  # whoever saves may change it
+        if place[0][1] in ("event", "big"):
             return leaf
         return Tensor(random_bits(rng, leaf.bits.shape, leaf.dtype), leaf.dtype, leaf.is_sharded)
 

@@ -63,6 +63,6 @@ def test_two_hundred_saves_and_loads_with_faults_are_right_and_leave_everything_
     if "soak" not in request.config.option.markexpr:
         pytest.skip("takes minutes; `nox -s soak` runs it")
     count = chosen_count(240)
-    looks = tuple(range(40, count, 40)) + (count,)
+    looks = (*range(40, count, 40), count)
     with capsys.disabled():
         _run(root, chosen_seed(Random().randrange(10**6)), count, looks, 3000)

@@ -75,6 +75,8 @@ class MortalManager(Fateful):
         place = Path(self.root) / name
         if self.fate is not None:
             return {"storage_writer": FatefulWriter(place, asdict(self.fate))}
+        if self.operations is None:
+            return {"storage_writer": FileSystemWriter(place)}
         return {"storage_writer": FileSystemWriter(storage=LocalStorage(place, self.operations))}
 
 
@@ -216,7 +218,7 @@ def _check_the_end(root: Path, seed: int, rounds: int) -> None:
     assert run_ranks(_train, 2, root, seed, rounds + 1, None) == ["done"] * 2
     wait_until(lambda: not background_processes(), "the end of the background processes", 90)
     steps = [name for name in names_in(root) if name != "latest"]
-    assert len(steps) == KEEP
+    assert len(steps) == KEEP, {name: names_in(root / name) for name in steps}
     for name in names_in(root):
         assert names_in(root / name) == checkpoint_names(root / name), name
 
