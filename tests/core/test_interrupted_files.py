@@ -1,8 +1,10 @@
-"""Ctrl-C at any operation of a save leaves no file open: what is removed then would take space until the process ends."""
+"""Ctrl-C at any operation of a save leaves no file open: a removed one would take space until the process ends."""
 
 from __future__ import annotations
 
 import os
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -28,9 +30,9 @@ def test_a_save_that_is_interrupted_at_any_operation_leaves_no_file_open(tmp_pat
     assert {"create", "pwritev", "close_written", "rename"} <= {record.operation for record in counted.log}
     for record in counted.log:
         directory = tmp_path / str(record.number)
-        with pytest.raises(KeyboardInterrupt):
+        with suppress(KeyboardInterrupt):  # one that comes with the last operation may be heard after the save
             _save(directory, interrupted_at(record.number))
-            raise KeyboardInterrupt  # it came with the very last one, and was heard after the save
+            time.sleep(0)
         assert open_in(os.getpid(), str(tmp_path)) == [], record
 
 
