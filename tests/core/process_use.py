@@ -34,13 +34,19 @@ class Use:
         return cls(resident, len(os.listdir(place / "task")), len(os.listdir(place / "fd")))
 
 
-def settled_use(pid: int) -> Use:
-    """What a process uses when nothing changes any more; threads of a save end a moment after its result is there."""
-    before = Use.of(pid)
-    for _ in range(100):
+def settled_use(pid: int, usual: Use | None = None) -> Use:
+    """What a process uses when nothing changes any more; threads of a save end a moment after its result is there.
+
+    Args:
+        pid: The process.
+        usual: Wait a while for threads and descriptors beyond these to go.
+    """
+    before, deadline = Use.of(pid), time.monotonic() + (5.0 if usual is None else 40.0)
+    while time.monotonic() < deadline:
         time.sleep(0.05)
         now = Use.of(pid)
-        if (now.threads, now.descriptors) == (before.threads, before.descriptors):
+        is_usual = usual is None or (now.threads <= usual.threads and now.descriptors <= usual.descriptors)
+        if is_usual and (now.threads, now.descriptors) == (before.threads, before.descriptors):
             break
         before = now
     return now

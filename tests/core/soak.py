@@ -105,7 +105,7 @@ class Soak:
                 raise
             if look_at_use(event.number):
                 self._happen(_quiet(_AT_LOOKS + event.number, "async save"))  # so that background processes are there
-                self.vitals.append(Vitals.of(self.seat, event.number))
+                self.vitals.append(Vitals.of(self.seat, event.number, self.vitals[0] if self.vitals else None))
         self._end(event.number)
 
     def _happen(self, event: Event) -> None:

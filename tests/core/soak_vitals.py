@@ -37,12 +37,13 @@ class Vitals:
     open_files: tuple[str, ...]
 
     @classmethod
-    def of(cls, seat: Seat, event: int) -> Vitals:
-        """Look, while no rank does anything else."""
+    def of(cls, seat: Seat, event: int, first: Vitals | None) -> Vitals:
+        """Look, while no rank does anything else; what is more than at the first look may go yet."""
         seat.share()
         give_memory_back()
         pids = [os.getpid(), *children_of(os.getpid())]
-        uses = [settled_use(pid) for pid in pids]
+        usual = [None] * len(pids) if first is None else [first.own, *first.children]
+        uses = [settled_use(pid, before) for pid, before in zip(pids, usual, strict=False)]
         found = cls(
             event,
             uses[0],
@@ -55,8 +56,13 @@ class Vitals:
         return found
 
 
-def check_flat(ranks: Sequence[Sequence[Vitals]]) -> None:
-    """See that the last look finds no more than the first."""
+def check_flat(ranks: Sequence[Sequence[Vitals]], most_growth_nbytes: int = MOST_GROWTH_NBYTES) -> None:
+    """See that the last look finds no more than the first.
+
+    Args:
+        ranks: The looks of each rank.
+        most_growth_nbytes: How much more memory may be in use.
+    """
     for rank, looks in enumerate(ranks):
         first, last = looks[0], looks[-1]
         text = f"rank {rank}:\n" + "\n".join(map(str, looks))
@@ -64,7 +70,7 @@ def check_flat(ranks: Sequence[Sequence[Vitals]]) -> None:
         for before, after in ((first.own, last.own), (first.children[0], last.children[0])):
             assert after.threads <= before.threads, text
             assert after.descriptors <= before.descriptors, text
-            assert after.resident_nbytes <= before.resident_nbytes + MOST_GROWTH_NBYTES, text
+            assert after.resident_nbytes <= before.resident_nbytes + most_growth_nbytes, text
         assert last.messages <= first.messages + len(ranks), text
         assert set(last.temporary) <= set(first.temporary), text
         assert not last.open_files, text
