@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import pickle
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +21,7 @@ from tests.core.async_jobs import RESULT_SECONDS
 from tests.core.fault_jobs import Outcome, Seat, checkpoint_names, names_in, outcome_of
 from tests.core.soak_events import QUIET, Event, Verb
 from tests.core.soak_faults import Fate, Fateful, reader_of
+from tests.core.soak_rules import Found, possible
 from tests.core.soak_vitals import Vitals
 
 SHORT_SECONDS = 2.5
@@ -71,10 +72,6 @@ class Stage(Protocol):
     def number_in(self, path: str) -> int:
         """Which event saved a checkpoint."""
         ...
-
-
-Found = tuple[int, int]
-"""A checkpoint: its step, and the event that saved it."""
 
 
 @dataclass
@@ -154,7 +151,7 @@ class Soak:
 
         ended = self._call(event, save)
         manager.fate, manager.fate_after = None, Fate()
-        self.newest = self._possible(event, ended, (step, event.number), known)
+        self.newest = possible(event, ended, (step, event.number), known)
         if ended == [ended[0]] * len(ended) and not ended[0].kind and self.seat.rank == 0:
             place = self.root / f"step_{step}"
             assert names_in(place) == checkpoint_names(place)
@@ -185,38 +182,14 @@ class Soak:
         ended = self._call(event, lambda options: self.stage.load(target.state, storage_reader=reader, **options))
         if not ended[self.seat.rank].kind:
             target.check()
-        self._possible(event, ended, known, known)
+        possible(event, ended, known, known)
         return ended
 
     # -- what must be -----------------------------------------------------------------------------------------------
 
-    def _possible(self, event: Event, ended: Sequence[Outcome], new: Found, old: Found | None) -> set[Found | None]:
-        """Which checkpoint may be the newest now.
-
-        Raises:
-            AssertionError: The ranks do not agree.
-        """
-        heard = [each for each in ended if each.kind != "KeyboardInterrupt"]
-        assert len({each.kind == "" for each in heard}) == 1, ended
-        if event.trouble in ("", "slow", "after"):
-            assert not heard[0].kind, ended
-        if event.trouble == "fail":
-            assert len({(each.kind, each.message) for each in heard}) == 1, ended
-        if event.trouble == "late":
-            assert heard[0].kind, ended
-        known = {each.kind for each in heard}
-        assert known <= _ALLOWED[event.trouble], ended
-        if "InDoubtError" in known:
-            return {old, new}
-        return {old} if heard[0].kind else {new}
-
     def _get_in_step(self) -> None:
         """One call that may fail; after it no other does."""
-        manager = self.stage.manager
-        patience = manager._common["timeout_seconds"]
-        manager._common["timeout_seconds"] = SHORT_SECONDS
-        outcome_of(manager.latest)
-        manager._common["timeout_seconds"] = patience
+        outcome_of(self.stage.manager.latest)
         self.seat.share()
 
     def _look(self, event: Event) -> None:
@@ -306,20 +279,6 @@ class Soak:
             with suppress(FileNotFoundError):
                 os.utime(path, (past, past))
         self.seat.share()
-
-
-_FAULTS = {"StorageError", "RankFailedError", "CoordinationError", "InDoubtError"}
-_ALLOWED = {
-    "": {""},
-    "slow": {""},
-    "after": {""},
-    "fail": {"", *_FAULTS},
-    "interrupt": {"", "RankFailedError", "InDoubtError"},
-    "kill": {"", "RankFailedError", "InDoubtError"},
-    "cancel": {"", "SaveCancelledError"},
-    "late": {"CoordinationTimeoutError", "CoordinationError"},
-}
-"""The errors that a trouble may end in."""
 
 
 def _quiet(number: int, verb: Verb) -> Event:
