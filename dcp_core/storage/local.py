@@ -370,14 +370,28 @@ class _LocalWriteHandle(WriteHandle):
     def close(self) -> None:
         """Close the file; twice is fine."""
         descriptor, self._descriptor = self._descriptor, -1
-        if descriptor >= 0:
+        if descriptor < 0:
+            return
+        try:
             with self._storage._translated("close", self.name):
                 self._storage.operations.close_written(descriptor, self._path)
+        except Exception:  # the descriptor is gone even where closing it fails
+            raise
+        except BaseException:
+            _close_after_interrupt(descriptor, self._path)
+            raise
 
     def __del__(self) -> None:
         if getattr(self, "_descriptor", -1) >= 0:  # the writer failed: late errors say nothing new
             with suppress(OSError):
                 os.close(self._descriptor)
+
+
+def _close_after_interrupt(descriptor: int, path: str) -> None:
+    """Close a file whose closing was interrupted, before or after it was done; its number may be another file's now."""
+    with suppress(OSError):
+        if os.path.samestat(os.fstat(descriptor), os.lstat(path)):
+            os.close(descriptor)
 
 
 def _batch(views: Sequence[memoryview], first: int) -> list[memoryview]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import secrets
 
 from dcp_core.errors import StorageError
-from dcp_core.file_names import INTENT_PREFIX, METADATA_NAME, parse_rank_metadata_name
+from dcp_core.file_names import INTENT_PREFIX, MAILBOX_PREFIX, METADATA_NAME, parse_rank_metadata_name
 from dcp_core.storage.base import Storage
 from dcp_core.storage.commit import begin, remove_rank_checkpoints, remove_replaced
 from dcp_core.storage.intent import Opening, leave_intent, parse_intent_name, retire_intent
@@ -51,11 +51,11 @@ def clear_dead_save(storage: Storage, *, files_of: FilesOf) -> bool:
         files_of: Tells which data files a metadata file names.
 
     Returns:
-        Whether the directory may be empty now. Nothing is touched where no save announced itself.
+        Whether the directory may be empty now. Nothing is touched where no save announced itself, or left its mailbox.
     """
     names = storage.list()
     has_checkpoint = METADATA_NAME in names or any(parse_rank_metadata_name(name) is not None for name in names)
-    if has_checkpoint or not any(name.startswith(INTENT_PREFIX) for name in names):
+    if has_checkpoint or not any(name.startswith((INTENT_PREFIX, MAILBOX_PREFIX)) for name in names):
         return not names
     opening = begin(storage, secrets.token_hex(16), rank=None, files_of=files_of)  # cleans up after dead saves
     retire_intent(storage, opening.save_id, opening.rank)

@@ -10,13 +10,20 @@ and page by page: a file system promises no order between them::
 
 A name is on the disk once its directory was synced; the content of a file once the file was. Neither implies the
 other, as POSIX has it.
+
+Several processes may write down what they do in one file, in the order in which it happened: `RecordedOperations` with
+a `log_file` does one operation at a time, among all of them, and `read_log` gives the records.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
+import pickle
 import random
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -36,11 +43,11 @@ class Recorded:
     Attributes:
         operation: Name of the method of `FileOperations`.
         path: What it changed; for a rename the new name.
-        file: Number of the file that it is about, in order of their creation; -1: none, or one that was there before.
+        file: Number of the file that it is about, no other file's; -1: none, or one that was there before.
         offset: Where bytes were written.
         data: Bytes that were written.
         nbytes: Size that the file was given.
-        source: The old name, of a rename.
+        source: The old name, of a rename; where it leads, of a link.
     """
 
     operation: str
@@ -56,71 +63,119 @@ class RecordedOperations(FileOperations):
     """File operations that write down all that they change.
 
     Attributes:
-        log: What was done, in order.
+        log: What was done through this object, in order.
 
     Args:
         root: Only what lies in this directory is written down.
+        log_file: Where to write it down besides, after what other processes did; outside of `root`.
     """
 
-    def __init__(self, root: str | os.PathLike[str]) -> None:
+    def __init__(self, root: str | os.PathLike[str], log_file: str | os.PathLike[str] | None = None) -> None:
         self.log: list[Recorded] = []
         self._root = os.path.realpath(root)
+        self._log_file = None if log_file is None else os.fspath(log_file)
+        self._lock = threading.RLock()
         self._files: dict[int, int] = {}
         self._count = 0
 
     def mkdir(self, path: str) -> None:
         """Make one directory."""
-        super().mkdir(path)
-        self._record(Recorded("mkdir", path))
+        with self._alone():
+            super().mkdir(path)
+            self._record(Recorded("mkdir", path))
 
     def create(self, path: str) -> int:
         """Create a file."""
-        descriptor = super().create(path)
-        self._files[descriptor] = self._count
-        self._record(Recorded("create", path, self._count))
-        self._count += 1
+        with self._alone():
+            descriptor = super().create(path)
+            number = os.getpid() << 32 | self._count
+            self._files[descriptor] = number
+            self._record(Recorded("create", path, number))
+            self._count += 1
         return descriptor
 
     def preallocate(self, descriptor: int, nbytes: int, path: str) -> None:
         """Give a new file its size."""
-        super().preallocate(descriptor, nbytes, path)
-        self._record(Recorded("preallocate", path, self._files[descriptor], nbytes=nbytes))
+        with self._alone():
+            super().preallocate(descriptor, nbytes, path)
+            self._record(Recorded("preallocate", path, self._files[descriptor], nbytes=nbytes))
 
     def pwritev(self, descriptor: int, buffers: Sequence[BytesLike], offset: int, path: str) -> int:
         """Write buffers."""
-        written = super().pwritev(descriptor, buffers, offset, path)
-        data = b"".join(bytes(memoryview(buffer).cast("B")) for buffer in buffers)[:written]
-        self._record(Recorded("pwritev", path, self._files[descriptor], offset=offset, data=data))
+        with self._alone():
+            written = super().pwritev(descriptor, buffers, offset, path)
+            data = b"".join(bytes(memoryview(buffer).cast("B")) for buffer in buffers)[:written]
+            self._record(Recorded("pwritev", path, self._files[descriptor], offset=offset, data=data))
         return written
 
     def fsync(self, descriptor: int, path: str) -> None:
         """Wait for the content of a file."""
-        super().fsync(descriptor, path)
-        self._record(Recorded("fsync", path, self._files[descriptor]))
+        with self._alone():
+            super().fsync(descriptor, path)
+            self._record(Recorded("fsync", path, self._files[descriptor]))
 
     def fsync_directory(self, path: str) -> None:
         """Wait for the names in a directory."""
-        super().fsync_directory(path)
-        self._record(Recorded("fsync_directory", path))
+        with self._alone():
+            super().fsync_directory(path)
+            self._record(Recorded("fsync_directory", path))
 
     def rename(self, source: str, target: str) -> None:
         """Replace `target` by `source`."""
-        super().rename(source, target)
-        self._record(Recorded("rename", target, source=source))
+        with self._alone():
+            super().rename(source, target)
+            self._record(Recorded("rename", target, source=source))
+
+    def symlink(self, target: str, path: str) -> None:
+        """Make a link."""
+        with self._alone():
+            super().symlink(target, path)
+            self._record(Recorded("symlink", path, source=target))
 
     def unlink(self, path: str) -> None:
-        """Remove a file."""
-        super().unlink(path)
-        self._record(Recorded("unlink", path))
+        """Remove a file or a link."""
+        with self._alone():
+            super().unlink(path)
+            self._record(Recorded("unlink", path))
 
     def rmdir(self, path: str) -> None:
         """Remove an empty directory."""
-        super().rmdir(path)
-        self._record(Recorded("rmdir", path))
+        with self._alone():
+            super().rmdir(path)
+            self._record(Recorded("rmdir", path))
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Let no process or thread that writes into the same log do an operation meanwhile."""
+        with self._lock:
+            if self._log_file is None:
+                yield
+                return
+            with open(self._log_file, "ab") as file:
+                fcntl.flock(file, fcntl.LOCK_EX)  # until it is closed
+                yield
 
     def _record(self, record: Recorded) -> None:
-        if record.path.startswith(self._root):
-            self.log.append(record)
+        if record.path != self._root and not record.path.startswith(f"{self._root}/"):
+            return
+        self.log.append(record)
+        if self._log_file is not None:
+            with open(self._log_file, "ab") as file:
+                pickle.dump(record, file)
+
+
+def read_log(log_file: str | os.PathLike[str]) -> list[Recorded]:
+    """Read what processes did, in the order in which they did it.
+
+    Args:
+        log_file: What `RecordedOperations` wrote; only what it wrote itself may be in it.
+    """
+    records: list[Recorded] = []
+    with open(log_file, "rb") as file:
+        end = os.fstat(file.fileno()).st_size
+        while file.tell() < end:
+            records.append(pickle.load(file))
+    return records
 
 
 def everything() -> bool:
@@ -180,7 +235,7 @@ class _File:
         return bytes(found)
 
 
-_Entry = _File | None  # None: a directory
+_Entry = _File | str | None  # a file, where a link leads, or None: a directory
 
 
 @dataclass(slots=True)
@@ -214,6 +269,8 @@ class _Disk:
             self._change({name: self._files[record.file]})
         elif record.operation == "mkdir":
             self._change({name: None})
+        elif record.operation == "symlink":
+            self._change({name: record.source})
         elif record.operation in ("unlink", "rmdir"):
             self._change({}, [name])
         elif record.operation == "rename":
@@ -253,7 +310,9 @@ class _Disk:
                 (target / name).mkdir()
         contents: dict[int, bytes] = {}
         for name, entry in sorted(self._synced.items()):
-            if entry is not None and self._is_reachable(name):
+            if isinstance(entry, str) and self._is_reachable(name):
+                (target / name).symlink_to(entry)
+            elif isinstance(entry, _File) and self._is_reachable(name):
                 (target / name).write_bytes(contents.setdefault(id(entry), entry.after_loss(pages)))
 
     def _is_reachable(self, name: str) -> bool:
@@ -269,6 +328,14 @@ class _Disk:
 def _read_tree(root: Path) -> dict[str, _Entry]:
     tree: dict[str, _Entry] = {}
     for path in sorted(root.rglob("*")):
-        content = b"" if path.is_dir() else path.read_bytes()
-        tree[str(path.relative_to(root))] = None if path.is_dir() else _File(bytearray(content), content)
+        tree[str(path.relative_to(root))] = _read_entry(path)
     return tree
+
+
+def _read_entry(path: Path) -> _Entry:
+    if path.is_symlink():
+        return os.readlink(path)
+    if path.is_dir():
+        return None
+    content = path.read_bytes()
+    return _File(bytearray(content), content)

@@ -18,6 +18,7 @@ from dcp_core.adapter import ProcessGroup
 from dcp_core.testing.numpy_ranks import NumpyRankAdapter, ShardedArray
 from tests.background_processes import check_none_left, mark
 from tests.core.fault_jobs import PATIENT_SECONDS, Outcome, Seat, memory_directory, outcome_of, poison_of, whole_tag
+from tests.core.random_states import poisoned
 
 Path_ = str | os.PathLike[str]
 
@@ -89,8 +90,7 @@ def spoil(state: Any) -> None:
         for array in state.arrays:
             spoil(array)
     elif isinstance(state, np.ndarray):
-        raw = state.view(f"u{state.itemsize}")
-        np.bitwise_not(raw, out=raw)
+        state[...] = poisoned(state)
     elif isinstance(state, dict):
         for value in state.values():
             spoil(value)

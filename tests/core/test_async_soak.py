@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
-import gc
 import os
-import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,57 +16,18 @@ from dcp_core.testing.ranks import RankContext, run_ranks
 from tests.background_processes import children_of
 from tests.core.async_jobs import MODES, Mode, async_save, checkpoint_directory
 from tests.core.fault_jobs import Seat, checkpoint_names, names_in, same
+from tests.core.process_use import Use, give_memory_back, settled_use
 
 WORLD = 2
 _WARM_UP = 5
 _ROWS = 2048  # of 1,024 float32: 4 MiB a rank
 _MOST_GROWTH_NBYTES = 6 << 20
-_PAGE_NBYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 @pytest.fixture
 def directory() -> Iterator[Path]:
     with checkpoint_directory() as path:
         yield path
-
-
-@dataclass(frozen=True)
-class Use:
-    """What a process uses.
-
-    Attributes:
-        resident_nbytes: Memory.
-        threads: How many.
-        descriptors: How many.
-    """
-
-    resident_nbytes: int
-    threads: int
-    descriptors: int
-
-    @classmethod
-    def of(cls, pid: int) -> Use:
-        place = Path(f"/proc/{pid}")
-        resident = int((place / "statm").read_text().split()[1]) * _PAGE_NBYTES
-        return cls(resident, len(os.listdir(place / "task")), len(os.listdir(place / "fd")))
-
-
-def _settled_use(pid: int) -> Use:
-    """What a process uses when nothing changes any more; threads of a save end a moment after its result is there."""
-    before = Use.of(pid)
-    for _ in range(100):
-        time.sleep(0.05)
-        now = Use.of(pid)
-        if (now.threads, now.descriptors) == (before.threads, before.descriptors):
-            break
-        before = now
-    return now
-
-
-def _give_memory_back() -> None:
-    """Free what only the allocator of this process holds: what it keeps differs from save to save."""
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
 
 
 def _state(seat: Seat, tag: int) -> dict[str, Any]:
@@ -109,9 +66,9 @@ def _save_often(
             _check(seat, tag, directory, mode)
             seat.share()
         if number in (_WARM_UP, count):
-            _give_memory_back()
+            give_memory_back()
             pids = children_of(os.getpid())
-            uses.append((tuple(pids), _settled_use(os.getpid()), _settled_use(pids[0])))
+            uses.append((tuple(pids), settled_use(os.getpid()), settled_use(pids[0])))
     if mode_name != "alone":
         assert names_in(directory) == checkpoint_names(directory)
     return uses

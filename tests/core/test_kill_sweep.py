@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,14 +13,11 @@ from dcp_core import api
 from dcp_core.convert.to_huggingface import HuggingFaceConversion
 from dcp_core.errors import DcpError, NotFoundError
 from dcp_core.execution.filesystem import FileSystemReader
-from dcp_core.testing.ranks import RankContext, RankProcessError, run_ranks
+from dcp_core.testing.ranks import RankContext, run_ranks
 from tests.core.fault_jobs import Seat, loaded_tag, matrix, memory_directory, state_of
-from tests.core.kill_jobs import SHARD_NBYTES, do_and_die
+from tests.core.kill_jobs import NEW, OLD, SHARD_NBYTES, check_order, sweep
 
 pytestmark = pytest.mark.faults
-
-OLD, NEW = 1, 2
-AT_ONCE = 8
 
 
 @pytest.fixture
@@ -30,30 +26,13 @@ def root() -> Iterator[Path]:
         yield path.resolve()
 
 
-def _sweep(root: Path, work: str, template: Path | None, source: Path) -> list[tuple[Path, bool]]:
-    """Die after operation 1, 2, 3 and so on, until all is done before that; the directories, and whether all was."""
-    found: list[tuple[Path, bool]] = []
-    while not (found and found[-1][1]):
-        first = len(found) + 1
-        if template is not None:
-            for number in range(first, first + AT_ONCE):
-                shutil.copytree(template, root / str(number))
-        ended = run_ranks(do_and_die, AT_ONCE, work, root, first, source, return_exceptions=True)
-        for number, end in enumerate(ended, first):
-            if isinstance(end, RankProcessError):
-                assert "was killed by SIGKILL" in str(end)
-            found.append((root / str(number), end is True))
-    done = [end for _, end in found]
-    assert done == sorted(done) and 8 < done.index(True) < 60
-    return found
-
-
 def _save(directory: Path, tag: int) -> None:
     run_ranks(_save_on, 1, directory, tag)
 
 
 def _save_on(context: RankContext, directory: Path, tag: int) -> None:
-    Seat.of(context).save(state_of(0, 1, tag), checkpoint_id=directory)
+    seat = Seat.of(context)
+    seat.save(state_of(seat.rank, seat.world, tag), checkpoint_id=directory)
 
 
 def _tags(context: RankContext, directories: list[Path]) -> list[int | None]:
@@ -67,22 +46,23 @@ def _tags(context: RankContext, directories: list[Path]) -> list[int | None]:
     return tags
 
 
-def _check_order(tags: list[int | None], done: list[bool], old: int | None) -> None:
-    """The old one at first, from some operation on the new one, and nothing else."""
-    switch = tags.index(NEW)
-    assert tags == [old] * switch + [NEW] * (len(tags) - switch)
-    assert 0 < switch <= done.index(True)
-
-
 @pytest.mark.parametrize("work", ["save", "save in the background"])
 @pytest.mark.parametrize("over", [False, True], ids=["first", "over another"])
 def test_a_save_that_is_killed_leaves_the_old_or_the_new_checkpoint(root: Path, work: str, over: bool) -> None:
     template = root / "template" if over else None
     if template:
         _save(template, OLD)
-    found = _sweep(root, work, template, root)
+    found = sweep(root, work, template, root)
     [tags] = run_ranks(_tags, 1, [directory for directory, _ in found])
-    _check_order(tags, [done for _, done in found], OLD if over else None)
+    check_order(tags, [done for _, done in found], OLD if over else None)
+
+
+def test_an_offline_reshard_that_is_killed_leaves_the_old_or_the_new_checkpoint(root: Path) -> None:
+    run_ranks(_save_on, 3, root / "source", NEW)
+    _save(root / "template", OLD)
+    found = sweep(root, "reshard", root / "template", root / "source")
+    [tags] = run_ranks(_tags, 1, [directory for directory, _ in found])
+    check_order(tags, [done for _, done in found], OLD)
 
 
 def _exported(root: Path, tag: int) -> Path:
@@ -111,9 +91,9 @@ def _tag_of(load: Callable[[dict[str, npt.NDArray[np.generic]]], object]) -> int
 def test_an_import_that_is_killed_leaves_the_old_or_the_new_checkpoint(root: Path) -> None:
     source = _exported(root, NEW)
     _save(root / "template", OLD)
-    found = _sweep(root, "convert from Hugging Face", root / "template", source)
+    found = sweep(root, "convert from Hugging Face", root / "template", source)
     tags = [_tag_of(lambda targets, place=place: api.load(_nested(targets), checkpoint_id=place)) for place, _ in found]  # type: ignore[misc]
-    _check_order(tags, [done for _, done in found], OLD)
+    check_order(tags, [done for _, done in found], OLD)
 
 
 def _nested(targets: dict[str, npt.NDArray[np.generic]]) -> dict[str, dict[str, npt.NDArray[np.generic]]]:

@@ -6,6 +6,7 @@ The newest one loads, nothing that is half removed looks complete, and the next 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 
 from dcp_core.manager.manager import CheckpointManager
 from dcp_core.manager.survey import check_candidate
+from dcp_core.storage.commit import HEARTBEAT_EXPIRY_SECONDS
 from dcp_core.storage.local import LocalStorage
 from dcp_core.storage.operations import FileOperations
 from dcp_core.testing.faults import FaultyOperations, OperationRecord
@@ -113,3 +115,16 @@ def test_a_removal_that_is_killed_while_it_finishes_another_one_is_finished_late
         run = _place(root, number)
         assert newest_step(run) == _NEXT, number
         _check_that_the_next_save_cleans_up(run, _NEXT + 1, number)
+
+
+def test_a_mailbox_that_outlived_its_killed_save_goes_with_its_directory_once_it_is_old(root: Path) -> None:
+    """Processes wait there a while, after their save has failed, for others to read of that; one is killed then."""
+    put(root, *_OLD)
+    for step, age_seconds in ((1000, 0.0), (1001, HEARTBEAT_EXPIRY_SECONDS + 60)):
+        mailbox = root / f"step_{step}" / f".mailbox-{'a' * 32}"
+        mailbox.mkdir(parents=True)
+        (mailbox / "message").write_bytes(b"left")
+        then = time.time() - age_seconds
+        os.utime(mailbox, (then, then))
+    CheckpointManager(root, keep=1, durable=False).save(_NEW, state_at(_NEW))
+    assert names(root) == ["latest -> step_3", "step_1000", "step_3"]

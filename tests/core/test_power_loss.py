@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,55 +16,18 @@ from dcp_core.errors import DcpError, NotFoundError
 from dcp_core.execution.filesystem import FileSystemReader, FileSystemWriter
 from dcp_core.execution.huggingface import HuggingFaceReader
 from dcp_core.storage.local import LocalStorage
-from dcp_core.testing.power_loss import Chance, Recorded, RecordedOperations, at_random, disk_after, everything, nothing
+from dcp_core.testing.power_loss import RecordedOperations
 from tests.core import commit_jobs
 from tests.core.fault_jobs import memory_directory
+from tests.core.power_jobs import outcomes, places, record
 
 pytestmark = pytest.mark.faults
-
-CHOICES: list[tuple[str, Callable[[], Chance], Callable[[], Chance]]] = [
-    ("nothing", lambda: nothing, lambda: nothing),
-    ("names only", lambda: everything, lambda: nothing),
-    ("pages only", lambda: nothing, lambda: everything),
-    ("all", lambda: everything, lambda: everything),
-    *((f"seed {seed}", lambda seed=seed: at_random(seed), lambda seed=seed: at_random(-1 - seed)) for seed in range(4)),
-]
 
 
 @pytest.fixture
 def root() -> Iterator[Path]:
     with memory_directory() as path:
         yield path.resolve()
-
-
-def _record(root: Path, work: Callable[[Path, RecordedOperations], object]) -> tuple[Path, list[Recorded]]:
-    """Do work in the directory `work`, and keep what it held before as `before`."""
-    place, before = root / "work", root / "before"
-    place.mkdir(exist_ok=True)
-    shutil.copytree(place, before)
-    operations = RecordedOperations(place)
-    work(place, operations)
-    return before, operations.log
-
-
-def _outcomes(
-    root: Path, before: Path, log: Sequence[Recorded], look: Callable[[Path], str]
-) -> Iterator[tuple[int, str, str]]:
-    """Lose power after every operation, in all manners: (operations done, manner, what was found)."""
-    for count in range(len(log) + 1):
-        for manner, names, pages in CHOICES:
-            target = root / "after"
-            disk_after(log[:count], before, root / "work", target, names=names(), pages=pages())
-            yield count, manner, look(target)
-            shutil.rmtree(target)
-
-
-def _places(log: Sequence[Recorded], operation: str, name: str) -> list[int]:
-    return [
-        number
-        for number, record in enumerate(log, 1)
-        if (record.operation, Path(record.path).name) == (operation, name)
-    ]
 
 
 # --- the order of a commit -------------------------------------------------------------------------------------------
@@ -77,10 +39,10 @@ def _whole_or_none(directory: Path) -> str:
 
 def test_a_commit_over_a_checkpoint_survives(root: Path) -> None:
     commit_jobs.save(LocalStorage(root / "work"), "old", ranks=3)
-    before, log = _record(root, lambda place, operations: commit_jobs.save(LocalStorage(place, operations), "new"))
-    renamed = _places(log, "rename", ".metadata")[0]
-    synced = next(n for n in _places(log, "fsync_directory", "work") if n > renamed)
-    for count, manner, found in _outcomes(root, before, log, _whole_or_none):
+    before, log = record(root, lambda place, operations: commit_jobs.save(LocalStorage(place, operations), "new"))
+    renamed = places(log, "rename", ".metadata")[0]
+    synced = next(n for n in places(log, "fsync_directory", "work") if n > renamed)
+    for count, manner, found in outcomes(root, before, log, _whole_or_none):
         allowed = {"old"} if count < renamed else {"new"} if count >= synced else {"old", "new"}
         assert found in allowed, (manner, log[max(0, count - 1)])
 
@@ -89,8 +51,8 @@ def test_a_first_commit_in_new_directories_survives(root: Path) -> None:
     def save(place: Path, operations: RecordedOperations) -> None:
         commit_jobs.save(LocalStorage(place / "runs" / "step 1", operations), "new")
 
-    before, log = _record(root, save)
-    for count, manner, found in _outcomes(root, before, log, lambda place: _whole_or_none(place / "runs" / "step 1")):
+    before, log = record(root, save)
+    for count, manner, found in outcomes(root, before, log, lambda place: _whole_or_none(place / "runs" / "step 1")):
         assert found in ("", "new"), (manner, log[max(0, count - 1)])
         assert found == "new" or count < len(log), manner
 
@@ -150,9 +112,9 @@ def _loaded_tensors(place: Path) -> str:
 def test_a_save_survives_whole_and_once_it_returned_for_good(root: Path, first: bool) -> None:
     if not first:
         _save(root / "work", None, 1)
-    before, log = _record(root, lambda place, operations: _save(place, operations, 2))
+    before, log = record(root, lambda place, operations: _save(place, operations, 2))
     seen = set()
-    for count, manner, found in _outcomes(root, before, log, _loaded):
+    for count, manner, found in outcomes(root, before, log, _loaded):
         assert found in ("" if first else "1", "2"), (manner, log[max(0, count - 1)])
         assert found == "2" or count < len(log), manner
         seen.add(found)
@@ -181,8 +143,8 @@ def test_an_export_to_hugging_face_is_whole_or_says_that_it_is_not(root: Path, n
         _save(root / f"step_{tag}", None, tag)
     if old_nbytes:
         _export(root / "work", None, root / "step_1", old_nbytes)
-    before, log = _record(root, lambda place, operations: _export(place, operations, root / "step_2", nbytes))
-    for count, manner, found in _outcomes(root, before, log, _imported):
+    before, log = record(root, lambda place, operations: _export(place, operations, root / "step_2", nbytes))
+    for count, manner, found in outcomes(root, before, log, _imported):
         assert found in ("", "1" if old_nbytes else "2", "2"), (count, manner, log[max(0, count - 1)])
         assert found == "2" or count < len(log), manner
 
@@ -195,7 +157,7 @@ def test_an_import_from_hugging_face_is_whole_or_not_there(root: Path) -> None:
         writer = FileSystemWriter(storage=LocalStorage(place, operations))
         convert_to_dcp(HuggingFaceReader(root / "hf"), place, storage_writer=writer)
 
-    before, log = _record(root, convert)
-    for count, manner, found in _outcomes(root, before, log, _loaded_tensors):
+    before, log = record(root, convert)
+    for count, manner, found in outcomes(root, before, log, _loaded_tensors):
         assert found in ("", "2"), (manner, log[max(0, count - 1)])
         assert found == "2" or count < len(log), manner
