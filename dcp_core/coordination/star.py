@@ -285,7 +285,7 @@ class ParticipantSide(Side):
     def run(self, call: Call) -> Verdict:
         """Hand in, wait, collect; who leaves without an answer says so."""
         try:
-            self.board.put(f"{call.prefix}.{self.rank}", encode_frame(call.request))
+            self._hand_in(call)
             if call.is_interrupt:
                 return Verdict()
             return self._await_answer(call)
@@ -297,6 +297,17 @@ class ParticipantSide(Side):
             if not call.is_last:
                 self._leave(call, interrupt)
             raise
+
+    def _hand_in(self, call: Call) -> None:
+        """Post what this rank has; where that fails, why: nobody has to wait for it then."""
+        name = f"{call.prefix}.{self.rank}"
+        try:
+            self.board.put(name, encode_frame(call.request))
+        except Exception as error:
+            try:
+                self.board.put(name, encode_frame(error_frame(call.request.label, error, self.rank)))
+            except Exception as again:
+                raise error from again
 
     def _await_answer(self, call: Call) -> Verdict:
         message = self.board.wait(f"{call.prefix}.answers", self._patience(call))
