@@ -80,8 +80,9 @@ class Persister:
                     text = f"the process of rank {seat.rank} ended before it had handed over what it saves"
                     mailbox = mailbox_of(board, begun or _writer_of(message), seat, save_id)
                     mailbox.post_abort(seat.rank, RankFailedError(text))
-                if begun is not None:
-                    abort_quietly(begun)
+                    mailbox.close(committed=False)
+                if begun is not None and not (seat.needs_channel and mailbox.is_open):
+                    abort_quietly(begun)  # else its record stays, by which the next save finds the mailbox
 
     def _expect(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
         """Take note of a save that is agreed on, until it is handed over."""

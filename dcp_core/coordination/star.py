@@ -179,7 +179,10 @@ class CoordinatorSide(Side):
                 verdict = self._unless_left(call, frames, verdict)
             else:
                 verdict = Verdict(failure=failed)
-            verdict = self._post(call, verdict)
+            posted = self._post(call, verdict)
+            verdict = self._unless_left(call, frames, posted)  # posting may take long as well
+            if verdict is not posted:
+                verdict = self._post(call, verdict)
         except BaseException as error:
             succeeded = verdict is None or verdict.failure is None
             failure = self.own_failure(call, error, in_doubt=call.commit and computing and succeeded)
@@ -244,7 +247,7 @@ class CoordinatorSide(Side):
             return Verdict(failure=failure_for_all(error, self.rank), original=error)
 
     def _unless_left(self, call: Call, frames: dict[int, Frame], verdict: Verdict) -> Verdict:
-        """Fail where others have given up while this rank computed: it would be one exchange ahead of them.
+        """Fail where others have given up while this rank was at it: it would be one exchange ahead of them.
 
         A commit stands whoever has left.
         """

@@ -1,4 +1,4 @@
-"""Where a rank can get into trouble in a call, and what kinds of trouble there are; the tests say what must become of it.
+"""Where a rank can get into trouble in a call, and what kinds of trouble there are; tests say what must become of it.
 
 A `Fuse` goes off once, at one place of one rank. The place is a word and what it is done to: "put save/agree" is the
 moment before this rank posts a message of that exchange, "pwritev data" the one before it writes into a data file.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -69,7 +70,7 @@ class Scene:
         elif fault == DIES:
             os.kill(os.getpid(), signal.SIGKILL)
         elif fault == STOPPED:
-            os.kill(os.getpid(), signal.SIGSTOP)
+            signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)  # another thread may take its time to get it
         else:
             self.await_all("go")
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import errno
 import itertools
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -22,22 +21,15 @@ from safetensors.numpy import load_file
 from dcp_core import api
 from dcp_core.convert.to_dcp import convert_to_dcp
 from dcp_core.convert.to_huggingface import HuggingFaceConversion
-from dcp_core.errors import DcpError, StorageError
 from dcp_core.execution.filesystem import FileSystemReader, FileSystemWriter
 from dcp_core.execution.huggingface import HuggingFaceReader
 from dcp_core.recipes.stored_source import StoredSource
 from dcp_core.storage.local import LocalStorage
 from dcp_core.testing.faults import FaultyOperations
-from dcp_core.testing.numpy_ranks import NumpyRankAdapter
 from dcp_core.testing.ranks import RankContext, run_ranks
 from tests.core.fault_jobs import (
-    SOON_SECONDS,
-    Outcome,
     Seat,
-    checkpoint_names,
-    loaded_tag,
     memory_directory,
-    names_in,
     outcome_of,
     state_of,
 )
