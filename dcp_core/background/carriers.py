@@ -77,7 +77,7 @@ class ProcessCarrier:
         arena: Where the trainer stages.
         spec: Makes the writer there.
         channel: How it reaches its peers; None: by a mailbox, or not at all.
-        timeout_seconds: How long to wait for an answer that the trainer waits for.
+        seat: Which rank saves, and how.
     """
 
     def __init__(
@@ -86,12 +86,12 @@ class ProcessCarrier:
         arena: Arena,
         spec: WriterSpec,
         channel: ChannelSpec | None,
-        timeout_seconds: float,
+        seat: Seat,
     ) -> None:
         self._process = process
         self._arena = arena
         self._spec = spec
-        self._timeout_seconds = timeout_seconds
+        self._seat = seat
         self._channel = None if channel is None else channel.to_plain()
 
     def begin(self, save_id: str, rank: int | None, *, with_mailbox: bool) -> str:
@@ -100,7 +100,7 @@ class ProcessCarrier:
             "do": "begin", "writer": self._spec.to_plain(), "save_id": save_id, "rank": rank,
             "with_mailbox": with_mailbox,
         }  # fmt: skip
-        suffix: str = answered(self._process, message, f"began save {save_id}", self._timeout_seconds)["suffix"]
+        suffix: str = answered(self._process, message, f"began save {save_id}", self._seat)["suffix"]
         return suffix
 
     def expect(self, save_id: str, seat: Seat) -> None:
@@ -125,7 +125,7 @@ class ProcessCarrier:
             "trainer": os.getpid(),
         }  # fmt: skip
         answer = self._process.request(message)
-        watch = Watch(self._process, task.seat.rank, self._timeout_seconds + GRACE_SECONDS)
+        watch = Watch(self._process, task.seat.rank, task.seat.timeout_seconds + GRACE_SECONDS)
 
         def outcome() -> PersistResult:
             watch.wait(shared)
@@ -138,7 +138,7 @@ class ProcessCarrier:
         try:
             answer = self._process.request({"do": "cancel", "save_id": save_id})
             if not wait([answer], _CANCEL_SECONDS).done:
-                raise mute(self._process.pid, f"was asked to cancel save {save_id}", _CANCEL_SECONDS)
+                raise mute(self._process.pid, f"was asked to cancel save {save_id}", self._seat.rank, _CANCEL_SECONDS)
             return bool(answer.result()["cancelled"])
         except RankFailedError:  # it died: the outcome says so
             return False
@@ -205,7 +205,7 @@ class ThreadCarrier:
 
 
 def choose_carrier(
-    service: BackgroundService, writer: StorageWriter, channel: ChannelSpec | None, timeout_seconds: float
+    service: BackgroundService, writer: StorageWriter, channel: ChannelSpec | None, seat: Seat
 ) -> Carrier:
     """Find who carries out a save.
 
@@ -213,7 +213,7 @@ def choose_carrier(
         service: What this process has.
         writer: Where to; initialized.
         channel: How peers reach each other where that is not a mailbox; opened before this returns.
-        timeout_seconds: How long to wait for an answer that the trainer waits for.
+        seat: Which rank saves, and how.
 
     Raises:
         CoordinationError: The channel cannot be opened.
@@ -225,15 +225,15 @@ def choose_carrier(
     try:
         process = service.process(kind)
         if not spec.module.startswith(_OURS):
-            answered(process, {"do": "writer", "writer": spec.to_plain()}, "makes the writer", timeout_seconds)
+            answered(process, {"do": "writer", "writer": spec.to_plain()}, "makes the writer", seat)
     except CoordinationTimeoutError:
         raise
     except CoordinationError as error:
         service.dismiss(kind)
         return _on_a_thread(service, writer, channel, str(error))
     if channel is not None:
-        answered(process, {"do": "join", "channel": channel.to_plain()}, "joins the other ranks", timeout_seconds)
-    return ProcessCarrier(process, service.arena, spec, channel, timeout_seconds)
+        answered(process, {"do": "join", "channel": channel.to_plain()}, "joins the other ranks", seat)
+    return ProcessCarrier(process, service.arena, spec, channel, seat)
 
 
 def _on_a_thread(

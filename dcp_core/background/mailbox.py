@@ -124,9 +124,9 @@ class Mailbox:
     def close(self, *, committed: bool) -> None:
         """Take leave: the coordinator removes the folder. Never raises one of our errors, nor the system's.
 
-        It waits until the others have read how it ended, or have left. After a commit for two seconds at most: from then on
-        `.metadata` is the answer, until another save replaces it. After a failure, where that takes more than two
-        seconds, on a thread of its own, which gives them 75.
+        It waits until the others have read how it ended, or have left. After a commit for two seconds at most: from
+        then on `.metadata` is the answer, until another save replaces it. After a failure, where that takes more than
+        two seconds, on a thread of its own, which gives them 75.
 
         Args:
             committed: Whether the checkpoint is complete.

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 from typing import Any, Protocol
 
+from dcp_core.background.task import Seat
 from dcp_core.errors import CoordinationTimeoutError, DcpError, RankCause
 
 GRACE_SECONDS = 10.0
@@ -138,31 +139,31 @@ class Watch:
         )
 
 
-def answered(process: Watched, message: dict[str, Any], what: str, seconds: float) -> Any:
+def answered(process: Watched, message: dict[str, Any], what: str, seat: Seat) -> Any:
     """Ask a background process something that it must answer soon.
 
     Args:
         process: It.
         message: What it is asked.
         what: The same, in words, after "which".
-        seconds: How long to wait.
+        seat: Whose process it is, and how long to wait.
 
     Raises:
         CoordinationTimeoutError: It gave no answer. It is killed.
         DcpError: What it answered.
     """
-    answer = process.request(message)
+    answer, seconds = process.request(message), seat.timeout_seconds
     if wait([answer], seconds).done:
         return answer.result()
     process.give_up(f"gave no answer within {seconds:g} s, and was given up")
-    raise mute(process.pid, what, seconds)
+    raise mute(process.pid, what, seat.rank, seconds)
 
 
-def mute(pid: int, what: str, seconds: float) -> CoordinationTimeoutError:
+def mute(pid: int, what: str, rank: int, seconds: float) -> CoordinationTimeoutError:
     """The error about a process that gives no answer."""
     return CoordinationTimeoutError(
-        f"the background process {pid}, which {what}, has given no answer within {seconds:g} s: it is stopped, or its "
-        "storage hangs"
+        f"the background process {pid} of rank {rank}, which {what}, has given no answer within {seconds:g} s: it is "
+        "stopped, or its storage hangs"
     )
 
 

@@ -41,6 +41,7 @@ class FailingWriter(FileSystemWriter):
             "spared": spared,
         }  # fmt: skip
         self._is_spared = os.getpid() == spared
+        self._error_number = error_number
         self._diary, self._fail_message, self._messages = Path(diary), fail_message, 0
         operations = FaultyOperations(
             fail_at=None if self._is_spared or not fail_at else fail_at, error_number=error_number, before=self._note
@@ -54,7 +55,7 @@ class FailingWriter(FileSystemWriter):
         folder = super().open_mailbox(save_id)
         if folder is None or self._is_spared:
             return folder
-        put, error = folder.put, int(self._fate["error_number"])
+        put, error = folder.put, self._error_number
 
         def put_or_fail(name: str, payload: bytes) -> None:
             self._messages += 1

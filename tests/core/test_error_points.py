@@ -140,7 +140,8 @@ def test_whatever_operation_fails_in_whatever_way_what_was_there_stays_and_the_s
     if over:
         WORK[over](root, OLD, template, FaultyOperations())
     run(root, NEW, root / "expected", FaultyOperations())
-    expected, fatal = _values(work, root / "expected"), set()
+    expected = _values(work, root / "expected")
+    fatal: set[str] = set()
     for number in itertools.count(1):
         for error_number in ERRORS:
             shutil.rmtree(place, ignore_errors=True)

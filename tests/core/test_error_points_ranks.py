@@ -90,7 +90,8 @@ def _reset(seat: Seat, directory: Path, first: bool) -> list[str]:
 
 
 def _fail_plainly(context: RankContext, directory: Path, rank: int, first: bool) -> list[Step]:
-    seat, steps = Seat.of(context), []
+    seat = Seat.of(context)
+    steps: list[Step] = []
     for number in itertools.count(1):
         before = _reset(seat, directory, first)
         for error_number in ERRORS:
@@ -155,15 +156,19 @@ def _fail_in_the_background(context: RankContext, directory: Path, rank: int, ki
 
     Where messages fail, plans travel by messages every time.
     """
-    seat, steps = Seat.of(context), []
+    seat = Seat.of(context)
+    steps: list[Step] = []
     errors = itertools.cycle(ERRORS)
     for number in itertools.count(1):
         _save_again(seat, directory, OLD)
         seat.share()
         before, error_number = names_in(directory), next(errors)
         diary = directory.with_name(f"diary {rank} {number} {seat.rank}")
-        fate = {"fail_message" if kind == "message" else "fail_at": number} if seat.rank == rank else {}
-        writer = FailingWriter(diary=str(diary), error_number=error_number, **fate)
+        here = number if seat.rank == rank else 0
+        writer = FailingWriter(
+            diary=str(diary), error_number=error_number, fail_message=here if kind == "message" else 0,
+            fail_at=here if kind != "message" else 0,
+        )  # fmt: skip
         seat.share()
         outcome = async_outcome(
             seat, state_of(seat.rank, WORLD, NEW), directory, storage_writer=writer, durable=True,

@@ -155,7 +155,8 @@ def _save(seat: Seat, directory: Path, tag: int) -> None:
 def _suffer(context: RankContext, root: Path, points: list[Point]) -> list[Seen]:
     """One fault after another at one place; in between, all is well. The last one is deadly."""
     seat, point = _seat_in(context, points)
-    directory, tags, seen = root / point.name, itertools.count(1), []
+    directory, tags = root / point.name, itertools.count(1)
+    seen: list[Seen] = []
     fuse = Fuse()
     adapter = FiringAdapter(fuse)
     others = [rank for rank in range(seat.world) if rank != point.rank]

@@ -182,7 +182,9 @@ def _suffer_in_the_background(context: RankContext, root: Path, points: list[Poi
                 planner=FiringSavePlanner(Fuse()), durable=True,
             )  # fmt: skip
             seat.share()
-            lives = scene.heard("fired") and is_running(_pid_in(scene))
+            lives = scene.heard("fired") and fault == SLOW and is_running(_pid_in(scene))
+            if scene.heard("fired") and fault != SLOW:
+                wait_until(lambda scene=scene: not is_running(_pid_in(scene)), "the end of it")  # type: ignore[misc]
             seen.append(Seen(outcome, tag_in(seat, directory), lives))
             seat.share()
         assert not async_outcome(seat, state_of(seat.rank, seat.world, 100), directory).kind
@@ -229,7 +231,8 @@ def _check_child(point: Point, fault: str, number: int, ranks: list[Seen]) -> No
 def _suffer_as_trainer(context: RankContext, root: Path, points: list[Point]) -> list[Seen]:
     """One fault after another of one trainer; the last one is deadly."""
     seat, point = _seat_in(context, points)
-    directory, fuse, seen = root / point.name, Fuse(), []
+    directory, fuse = root / point.name, Fuse()
+    seen: list[Seen] = []
     adapter = FiringAdapter(fuse)
     others = [rank for rank in range(seat.world) if rank != point.rank]
     for number, fault in enumerate(FAULTS):
