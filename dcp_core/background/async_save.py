@@ -138,7 +138,7 @@ class AsyncSaveRecipe:
         front = self._front
         self.writer.initialize_writer(self.options.checkpoint_id)
         mailbox_folder(self.writer, "0" * 32)
-        self._carrier = choose_carrier(self._service, self.writer, None, self.options.timeout_seconds)
+        self._carrier = choose_carrier(self._service, self.writer, None, self._seat)
         front.ticket = Ticket(secrets.token_hex(16), "")
         payload, error = (None, failed) if failed is not None else attempt(lambda: self._prepare_alone(state))
         if error is None:
@@ -163,7 +163,7 @@ class AsyncSaveRecipe:
         payload = self._front.prepare(state)
         if self._needs_mailbox:
             mailbox_folder(self.writer, "0" * 32)
-        self._carrier = choose_carrier(self._service, self.writer, self._channel(), self.options.timeout_seconds)
+        self._carrier = choose_carrier(self._service, self.writer, self._channel(), self._seat)
         return payload
 
     @property

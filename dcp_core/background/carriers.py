@@ -5,10 +5,10 @@ In: a `PersistTask`. Out: a function that waits for its `PersistResult`. Both ru
 
 from __future__ import annotations
 
-import concurrent.futures
 import logging
 import os
 from collections.abc import Callable
+from concurrent.futures import wait
 from contextlib import suppress
 from typing import Protocol
 
@@ -19,6 +19,7 @@ from dcp_core.background.peers import abandon, begin, channel_to_peers
 from dcp_core.background.persist import persist
 from dcp_core.background.process import BackgroundProcess
 from dcp_core.background.service import BackgroundService
+from dcp_core.background.steps import GRACE_SECONDS, Steps, Watch, answered, mute
 from dcp_core.background.task import PersistResult, PersistTask, Seat
 from dcp_core.background.writer_spec import WriterSpec
 from dcp_core.errors import CoordinationError, CoordinationTimeoutError, DcpError, RankFailedError
@@ -29,6 +30,7 @@ LIGHT = "light"
 
 _OURS = "dcp_core."
 _CANCEL_SECONDS = 10.0
+_END_SECONDS = 5.0
 _logger = logging.getLogger("dcp.background")
 _warned_of: set[str] = set()
 
@@ -61,6 +63,11 @@ class Carrier(Protocol):
         """Whether nobody carries on."""
         ...
 
+    @property
+    def may_still_act(self) -> bool:
+        """Whether one operation of who died may still take effect; asked once `has_died`."""
+        ...
+
 
 class ProcessCarrier:
     """The background process.
@@ -70,7 +77,7 @@ class ProcessCarrier:
         arena: Where the trainer stages.
         spec: Makes the writer there.
         channel: How it reaches its peers; None: by a mailbox, or not at all.
-        timeout_seconds: How long to wait for an answer that the trainer waits for.
+        seat: Which rank saves, and how.
     """
 
     def __init__(
@@ -79,12 +86,12 @@ class ProcessCarrier:
         arena: Arena,
         spec: WriterSpec,
         channel: ChannelSpec | None,
-        timeout_seconds: float,
+        seat: Seat,
     ) -> None:
         self._process = process
         self._arena = arena
         self._spec = spec
-        self._timeout_seconds = timeout_seconds
+        self._seat = seat
         self._channel = None if channel is None else channel.to_plain()
 
     def begin(self, save_id: str, rank: int | None, *, with_mailbox: bool) -> str:
@@ -93,11 +100,7 @@ class ProcessCarrier:
             "do": "begin", "writer": self._spec.to_plain(), "save_id": save_id, "rank": rank,
             "with_mailbox": with_mailbox,
         }  # fmt: skip
-        answer = self._process.request(message)
-        try:
-            suffix: str = answer.result(self._timeout_seconds)["suffix"]
-        except concurrent.futures.TimeoutError as error:
-            raise self._mute(f"began save {save_id}", self._timeout_seconds) from error
+        suffix: str = answered(self._process, message, f"began save {save_id}", self._seat)["suffix"]
         return suffix
 
     def expect(self, save_id: str, seat: Seat) -> None:
@@ -109,8 +112,10 @@ class ProcessCarrier:
 
     def abandon(self, save_id: str) -> None:
         """Take back what `begin` and `expect` did."""
-        with suppress(DcpError, concurrent.futures.TimeoutError):
-            self._process.request({"do": "abandon", "save_id": save_id}).result(_CANCEL_SECONDS)
+        answer = self._process.request({"do": "abandon", "save_id": save_id})
+        with suppress(DcpError):
+            if wait([answer], _CANCEL_SECONDS).done:
+                answer.result()
 
     def hand_over(self, task: PersistTask) -> Callable[[], PersistResult]:
         """Hand over."""
@@ -120,10 +125,11 @@ class ProcessCarrier:
             "trainer": os.getpid(),
         }  # fmt: skip
         answer = self._process.request(message)
+        watch = Watch(self._process, task.seat.rank, task.seat.timeout_seconds + GRACE_SECONDS)
 
         def outcome() -> PersistResult:
-            shared.result()
-            return PersistResult.from_plain(answer.result())
+            watch.wait(shared)
+            return PersistResult.from_plain(watch.wait(answer))
 
         return outcome
 
@@ -131,22 +137,21 @@ class ProcessCarrier:
         """Cancel the save."""
         try:
             answer = self._process.request({"do": "cancel", "save_id": save_id})
-            return bool(answer.result(_CANCEL_SECONDS)["cancelled"])
-        except concurrent.futures.TimeoutError as error:
-            raise self._mute(f"was asked to cancel save {save_id}", _CANCEL_SECONDS) from error
+            if not wait([answer], _CANCEL_SECONDS).done:
+                raise mute(self._process.pid, f"was asked to cancel save {save_id}", self._seat.rank, _CANCEL_SECONDS)
+            return bool(answer.result()["cancelled"])
         except RankFailedError:  # it died: the outcome says so
             return False
 
-    def _mute(self, what: str, seconds: float) -> CoordinationTimeoutError:
-        return CoordinationTimeoutError(
-            f"the background process {self._process.pid}, which {what}, has given no answer within {seconds:g} s: it "
-            "is stopped, or its storage hangs"
-        )
-
     @property
     def has_died(self) -> bool:
-        """Whether the process has ended."""
+        """Whether the process has ended, or was given up."""
         return not self._process.is_alive
+
+    @property
+    def may_still_act(self) -> bool:
+        """Whether the kernel still holds the process in an operation."""
+        return not self._process.has_ended_within(_END_SECONDS)
 
 
 class ThreadCarrier:
@@ -180,9 +185,9 @@ class ThreadCarrier:
         return lambda: self._carry_out(task)
 
     def _carry_out(self, task: PersistTask) -> PersistResult:
-        cancellation = self._cancellation
-        with channel_to_peers(self._channel, self._writer, task, cancellation) as mailbox:
-            return persist(task, self._writer, self._arena, mailbox, cancellation)
+        cancellation, steps = self._cancellation, Steps()  # nobody asks for them: a thread cannot be ended
+        with channel_to_peers(self._channel, self._writer, task, cancellation, steps) as mailbox:
+            return persist(task, self._writer, self._arena, mailbox, cancellation, steps)
 
     def cancel(self, save_id: str) -> bool:
         """Cancel the save."""
@@ -193,9 +198,14 @@ class ThreadCarrier:
         """Whether the thread has ended: not while anybody asks."""
         return False
 
+    @property
+    def may_still_act(self) -> bool:
+        """It never dies."""
+        return True
+
 
 def choose_carrier(
-    service: BackgroundService, writer: StorageWriter, channel: ChannelSpec | None, timeout_seconds: float
+    service: BackgroundService, writer: StorageWriter, channel: ChannelSpec | None, seat: Seat
 ) -> Carrier:
     """Find who carries out a save.
 
@@ -203,7 +213,7 @@ def choose_carrier(
         service: What this process has.
         writer: Where to; initialized.
         channel: How peers reach each other where that is not a mailbox; opened before this returns.
-        timeout_seconds: How long to wait for an answer that the trainer waits for.
+        seat: Which rank saves, and how.
 
     Raises:
         CoordinationError: The channel cannot be opened.
@@ -215,13 +225,15 @@ def choose_carrier(
     try:
         process = service.process(kind)
         if not spec.module.startswith(_OURS):
-            process.request({"do": "writer", "writer": spec.to_plain()}).result()
+            answered(process, {"do": "writer", "writer": spec.to_plain()}, "makes the writer", seat)
+    except CoordinationTimeoutError:
+        raise
     except CoordinationError as error:
         service.dismiss(kind)
         return _on_a_thread(service, writer, channel, str(error))
     if channel is not None:
-        process.request({"do": "join", "channel": channel.to_plain()}).result()
-    return ProcessCarrier(process, service.arena, spec, channel, timeout_seconds)
+        answered(process, {"do": "join", "channel": channel.to_plain()}, "joins the other ranks", seat)
+    return ProcessCarrier(process, service.arena, spec, channel, seat)
 
 
 def _on_a_thread(

@@ -1,8 +1,8 @@
 """The main program of the background process: takes requests from the control socket, works on one at a time.
 
-The thread that reads the socket answers at once what is quick (hello, segments, cancel); everything that touches
-storage or talks to peers runs on the worker thread, in order. When the trainer is gone (end of the stream) the worker
-finishes what it has, and the process ends.
+The thread that reads the socket answers at once what is quick (hello, segments, cancel, progress); everything that
+touches storage or talks to peers runs on the worker thread, in order. When the trainer is gone (end of the stream) the
+worker finishes what it has, and the process ends.
 """
 
 from __future__ import annotations
@@ -43,6 +43,9 @@ class Handler(Protocol):
 
     def cancel(self, save_id: Any, /) -> bool:
         """Stop a save if it can be stopped still, on another thread; whether it will."""
+
+    def progress(self) -> Mapping[str, Any]:
+        """How far the work is, on another thread; see `steps`."""
 
     def leave(self) -> None:
         """Told that the trainer is gone and all its requests are served."""
@@ -95,6 +98,8 @@ class BackgroundMain:
             self._answer(number, what, lambda: {"pid": os.getpid()})
         elif what == "cancel":
             self._answer(number, what, lambda: {"cancelled": self._handler.cancel(message["save_id"])})
+        elif what == "progress":
+            self._answer(number, what, self._handler.progress)
         else:
             self._work.put((number, what, lambda: self._handler.handle(what, message)))
         return True

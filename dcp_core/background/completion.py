@@ -77,7 +77,8 @@ class Completion:
                 raise
             flight = self.flight
             outcome_after_death(
-                error, self.seat, flight.save_id, writer, self.channel, may_be_committed=flight.may_be_committed
+                error, self.seat, flight.save_id, writer, self.channel, may_be_committed=flight.may_be_committed,
+                may_still_act=self.carrier.may_still_act,
             )  # fmt: skip
         else:
             self.flight.agreed_id = result.save_id

@@ -29,6 +29,8 @@ _MAX_MESSAGE_NBYTES = 1 << 40
 _PIECE_NBYTES = 1 << 24
 _SMALL_NBYTES = 1 << 16
 _FINISH_SECONDS = 1.0
+_ROOM_SECONDS = 60
+_TIMEVAL = struct.Struct("@ll")
 
 
 class ControlSocket:
@@ -43,9 +45,14 @@ class ControlSocket:
         self._is_finished = False
 
     @staticmethod
-    def pair() -> tuple[ControlSocket, socket.socket]:
-        """Our end, and the raw other end for the new process."""
+    def pair(room_seconds: int = _ROOM_SECONDS) -> tuple[ControlSocket, socket.socket]:
+        """Our end, and the raw other end for the new process.
+
+        Args:
+            room_seconds: How long our end waits until the other one takes what is sent; then the stream is broken off.
+        """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIMEVAL.pack(room_seconds, 0))
         return ControlSocket(ours), theirs
 
     def send(self, message: Any, descriptors: Sequence[int] = ()) -> None:
@@ -78,6 +85,8 @@ class ControlSocket:
                 self._is_finished = True  # half a message is in the stream: nothing sensible can follow it
                 with suppress(OSError):
                     self._socket.shutdown(socket.SHUT_RDWR)
+                if isinstance(error, BlockingIOError):
+                    raise ConnectionAbortedError("the other end of the control socket takes nothing") from error
                 if isinstance(error, OSError) and not isinstance(error, ConnectionError):
                     raise ConnectionAbortedError(f"the control socket broke within a message: {error}") from error
                 raise

@@ -124,9 +124,9 @@ class Mailbox:
     def close(self, *, committed: bool) -> None:
         """Take leave: the coordinator removes the folder. Never raises one of our errors, nor the system's.
 
-        It waits until the others have read how it ended. After a commit for two seconds at most: from then on
-        `.metadata` is the answer, until another save replaces it. After a failure, where that takes more than two
-        seconds, on a thread of its own, which gives them 75.
+        It waits until the others have read how it ended, or have left. After a commit for two seconds at most: from
+        then on `.metadata` is the answer, until another save replaces it. After a failure, where that takes more than
+        two seconds, on a thread of its own, which gives them 75.
 
         Args:
             committed: Whether the checkpoint is complete.
@@ -136,8 +136,8 @@ class Mailbox:
         if self._folder is None or self._closing is not None:
             return
         if self.rank != COORDINATOR:
-            if committed and self._was_answered:
-                self._tell_read(self._folder, "the commit")
+            if self._was_answered or not committed:
+                self._tell_read(self._folder, "the commit" if committed else "how it ended")
             return
         if self._await_readers(self._folder, _PROMPT_READING_SECONDS) or committed:
             self._remove(self._folder)
@@ -146,6 +146,11 @@ class Mailbox:
             target=self._remove_late, args=(self._folder,), name=f"dcp-mailbox-{self.key[:8]}"
         )
         self._closing.start()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the folder is there still."""
+        return self._folder is not None and self._folder.names() is not None
 
     # --- the channel -------------------------------------------------------------------------------------------
 

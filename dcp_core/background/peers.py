@@ -12,6 +12,7 @@ from dcp_core.adapter import KeyValueChannel, drain
 from dcp_core.background.cancellation import Cancellation
 from dcp_core.background.joining import Meeting, join_without_channel
 from dcp_core.background.mailbox import Mailbox
+from dcp_core.background.steps import Steps
 from dcp_core.background.task import PersistTask, Seat
 from dcp_core.errors import ArgumentError
 from dcp_core.execution.interfaces import MailboxFolder, StorageWriter
@@ -62,6 +63,7 @@ def channel_to_peers(
     writer: StorageWriter,
     task: PersistTask,
     cancellation: Cancellation,
+    steps: Steps,
     is_wanted: Callable[[], bool] = lambda: True,
 ) -> Iterator[Mailbox | None]:
     """The way to the other ranks for one save.
@@ -71,13 +73,20 @@ def channel_to_peers(
         writer: Where the checkpoint is.
         task: The save.
         cancellation: Ends the waits of the coordinator. The others hand an error in instead.
+        steps: Told of every look for a message.
         is_wanted: Whether the trainer still lives: without it a save that is not agreed on has no point.
     """
     seat, save_id = task.seat, task.ticket.save_id
     if not seat.needs_channel:
         yield None
         return
-    check = cancellation.check if seat.is_coordinator else None
+
+    def check() -> None:
+        steps.step()
+        if seat.is_coordinator:
+            cancellation.check()
+
+    steps.enter("meeting the other ranks")
     if task.meeting is not None:
         mailbox = join_without_channel(
             writer.open_mailbox,

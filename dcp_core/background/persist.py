@@ -16,6 +16,7 @@ from dcp_core.background.arena import Buffers
 from dcp_core.background.cancellation import Cancellation
 from dcp_core.background.mailbox import Mailbox
 from dcp_core.background.staged import Staged, StagedSource
+from dcp_core.background.steps import Steps
 from dcp_core.background.task import PersistResult, PersistTask, PlannedPart
 from dcp_core.coordination.exchange import Exchange, forget
 from dcp_core.errors import CoordinationError, decode_error
@@ -37,6 +38,7 @@ def persist(
     buffers: Buffers,
     channel: Mailbox | None,
     cancellation: Cancellation,
+    steps: Steps,
     handed_in: Callable[[], None] = lambda: None,
 ) -> PersistResult:
     """Carry out the second half of a save.
@@ -47,6 +49,7 @@ def persist(
         buffers: The memory of what was staged.
         channel: How ranks talk, for this save; None for one that is alone.
         cancellation: Stops the save.
+        steps: Told of everything that is done.
         handed_in: Called when the save may be committed from then on, whatever becomes of this process.
 
     Raises:
@@ -58,10 +61,11 @@ def persist(
     job = seat.job(channel, key)
     exchange = job.exchange(seat.timeout_seconds)
     try:
+        steps.enter("agreeing")
         ticket = task.ticket if task.meeting is None else _agree(task, exchange, writer, key)
-        back = SaveBack(job, exchange, writer, seat.options, ticket, _standard_rules(job, task.rules))
+        back = SaveBack(job, exchange, writer, seat.options, ticket, _standard_rules(job, task.rules), steps.step)
         try:
-            plan = _carry_out(task, back, buffers, cancellation, handed_in)
+            plan = _carry_out(task, back, buffers, cancellation, steps, handed_in)
         except BaseException as error:
             back.abort(error)
             raise
@@ -95,10 +99,12 @@ def _carry_out(
     back: SaveBack,
     buffers: Buffers,
     cancellation: Cancellation,
+    steps: Steps,
     handed_in: Callable[[], None],
 ) -> CachedPlan[EncodedBody]:
     error = decode_error(task.error) if task.error else None
     answer = b""
+    steps.enter("planning")
     if task.planned is None:
         answer = back.plan(task.table, task.nesting, error)
     elif error is not None:
@@ -107,14 +113,21 @@ def _carry_out(
     staged = task.staged
     if staged is None:
         raise CoordinationError("nothing was staged")
-    source = StagedSource(staged, table, buffers, cancellation.check)
+
+    def go_on() -> None:
+        steps.step()
+        cancellation.check()
+
+    source = StagedSource(staged, table, buffers, go_on)
 
     def current() -> CachedPlan[EncodedBody]:
+        steps.enter("writing")
         cancellation.check()
         return back.received(answer, table) if task.planned is None else task.planned.against(table)
 
     def before_commit() -> None:
         cancellation.close()
+        steps.enter("committing")
         handed_in()
 
     held = partial(_all_staged, table, staged)

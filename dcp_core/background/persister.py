@@ -14,6 +14,7 @@ from dcp_core.background.arena import Buffers
 from dcp_core.background.cancellation import Cancellation
 from dcp_core.background.peers import abandon, begin, channel_to_peers, mailbox_of
 from dcp_core.background.persist import persist
+from dcp_core.background.steps import Steps
 from dcp_core.background.task import PersistResult, PersistTask, Seat
 from dcp_core.background.writer_spec import WriterSpec
 from dcp_core.errors import CoordinationError, RankFailedError
@@ -42,6 +43,7 @@ class Persister:
         self._finished: deque[str] = deque(maxlen=_FINISHED_KEPT)
         self._lock = threading.Lock()
         self._trainer = 0
+        self._steps = Steps()
 
     def handle(self, what: str, message: Mapping[str, Any]) -> Mapping[str, Any]:
         """Serve one request, on the worker thread.
@@ -64,6 +66,10 @@ class Persister:
                 return False
             return self._cancellations.setdefault(save_id, Cancellation()).cancel()
 
+    def progress(self) -> Mapping[str, Any]:
+        """How far the present save is, on another thread."""
+        return {"count": self._steps.count, "phase": self._steps.phase}
+
     def leave(self) -> None:
         """The trainer is gone: tell the other ranks of saves that it had agreed on and never handed over."""
         for save_id, message in self._expected.items():
@@ -74,8 +80,9 @@ class Persister:
                     text = f"the process of rank {seat.rank} ended before it had handed over what it saves"
                     mailbox = mailbox_of(board, begun or _writer_of(message), seat, save_id)
                     mailbox.post_abort(seat.rank, RankFailedError(text))
-                if begun is not None:
-                    abort_quietly(begun)
+                    mailbox.close(committed=False)
+                if begun is not None and not (seat.needs_channel and mailbox.is_open):
+                    abort_quietly(begun)  # else its record stays, by which the next save finds the mailbox
 
     def _expect(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
         """Take note of a save that is agreed on, until it is handed over."""
@@ -98,6 +105,7 @@ class Persister:
         return found
 
     def _begin(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
+        self._steps.enter("announcing the save")
         writer = _writer_of(message)
         save_id = message["save_id"]
         suffix = begin(writer, save_id, message["rank"], with_mailbox=message["with_mailbox"])
@@ -135,10 +143,10 @@ class Persister:
             self._tell({"handed_in": task.ticket.save_id})
 
         board = None if channel is None else self._channel(channel)
-        with channel_to_peers(board, writer, task, cancellation, self._has_trainer) as mailbox:
+        with channel_to_peers(board, writer, task, cancellation, self._steps, self._has_trainer) as mailbox:
             if task.meeting is not None and mailbox is not None:
                 self._tell({"named": task.ticket.save_id, "save_id": mailbox.key})
-            return persist(task, writer, self._segments, mailbox, cancellation, handed_in)
+            return persist(task, writer, self._segments, mailbox, cancellation, self._steps, handed_in)
 
     def _tell(self, message: Mapping[str, Any]) -> None:
         with suppress(OSError):  # the trainer is gone, and its save goes on

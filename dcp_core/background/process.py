@@ -63,6 +63,8 @@ class BackgroundProcess:
         self._is_closing = False
         self._is_elsewhere = False
         self._end: str | None = None
+        self._problem = ""
+        self._is_ready = False
         self._ended = threading.Event()
         self._shared: tuple[Arena, int, int] | None = None
         with forks.NO_FORK:
@@ -87,6 +89,11 @@ class BackgroundProcess:
     def pid(self) -> int:
         """Its process id."""
         return self._process.pid
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it has been heard of."""
+        return self._is_ready
 
     @property
     def is_alive(self) -> bool:
@@ -122,6 +129,8 @@ class BackgroundProcess:
             return answer
         try:
             self._control.send({"id": number, "request": dict(message)}, descriptors)
+        except ConnectionAbortedError as error:
+            self._problem = self._problem or f"was cut off ({error}); "
         except ConnectionError:
             pass  # the reading thread sees the end of the stream too, and learns why
         except OSError as error:
@@ -149,6 +158,25 @@ class BackgroundProcess:
         answer = self.request(message, [descriptor for descriptor, _ in new])
         answer.add_done_callback(self._forget_if_not_shared)
         return answer
+
+    def give_up(self, why: str) -> None:
+        """Kill the process, whatever it does. All its requests fail at once: it may take its time to end.
+
+        Args:
+            why: In words; after "the background process 1234".
+        """
+        if self._is_elsewhere:
+            return
+        with self._lock:
+            self._end = self._end or f"the background process {self.pid} {why}"
+            waiting, self._waiting = self._waiting, {}
+        self._process.kill()
+        for answer in waiting.values():
+            answer.set_exception(RankFailedError(self._end))
+
+    def has_ended_within(self, seconds: float) -> bool:
+        """Wait for its end. A process that was killed goes on for as long as the kernel holds it in an operation."""
+        return self._ended.wait(seconds)
 
     def close(self, timeout_seconds: float) -> int | None:
         """Take no more requests; the process answers those it has, then ends.
@@ -199,6 +227,7 @@ class BackgroundProcess:
         problem = ""
         try:
             if self._control.is_readable_within(START_SECONDS):
+                self._is_ready = True
                 while self._take_next():
                     pass
             else:
@@ -208,9 +237,9 @@ class BackgroundProcess:
             problem = f"what it said cannot be understood ({type(error).__name__}: {error}); "
         self._control.close()
         code = self._reap()
-        end = self._end_in_words(code, problem)
+        end = self._end_in_words(code, problem or self._problem)
         with self._lock:
-            self._end = end
+            self._end = end = self._end or end
             waiting, self._waiting = self._waiting, {}
         self._log.close()
         for answer in waiting.values():

@@ -10,6 +10,7 @@ from contextlib import suppress
 
 from dcp_core.adapter import ChannelSpec
 from dcp_core.background.peers import is_committed, mailbox_of
+from dcp_core.background.steps import GRACE_SECONDS, within
 from dcp_core.background.task import Seat
 from dcp_core.errors import DcpError, InDoubtError
 from dcp_core.execution.interfaces import StorageWriter
@@ -25,6 +26,7 @@ def outcome_after_death(
     channel: ChannelSpec | None,
     *,
     may_be_committed: bool,
+    may_still_act: bool = False,
 ) -> None:
     """Tell the other ranks in the place of the dead process, and find out whether the save is committed.
 
@@ -35,20 +37,41 @@ def outcome_after_death(
         writer: Where the checkpoint is.
         channel: How the background processes talk where that is not a mailbox.
         may_be_committed: Whether this rank's result had been handed in before.
+        may_still_act: Whether an operation of the dead process may still take effect.
 
     Raises:
         DcpError: `death`, where nothing is or will be committed.
         InDoubtError: Nobody can say.
     """
-    rank = None if seat.use_collectives else seat.rank
-    if seat.is_coordinator:
-        if is_committed(writer, save_id, rank):
-            return
+    doubt = InDoubtError(f"the checkpoint may be committed, id {save_id}: {death.message}", death.causes)
+    doubt.__cause__ = death
+
+    def look() -> None:
+        if seat.is_coordinator:
+            _decide(death, seat, save_id, writer, channel, doubt if may_be_committed and may_still_act else death)
+        elif may_be_committed:
+            _await_commit(seat, save_id, writer, doubt)
+        else:
+            _post(death, seat, save_id, writer, channel)
+            raise death
+
+    # The storage may be what the process hung in.
+    within(look, seat.timeout_seconds + GRACE_SECONDS, lambda: doubt if may_be_committed else death)
+
+
+def _decide(
+    death: DcpError, seat: Seat, save_id: str, writer: StorageWriter, channel: ChannelSpec | None, failure: DcpError
+) -> None:
+    """On the coordinator, whose process alone commits."""
+    if is_committed(writer, save_id, None if seat.use_collectives else seat.rank):
+        return
+    if failure is death:
         _post(death, seat, save_id, writer, channel)
-        raise death
-    if not may_be_committed:
-        _post(death, seat, save_id, writer, channel)
-        raise death
+    raise failure
+
+
+def _await_commit(seat: Seat, save_id: str, writer: StorageWriter, doubt: InDoubtError) -> None:
+    """On any other rank, whose result the coordinator has."""
     deadline = time.monotonic() + seat.timeout_seconds
     while time.monotonic() < deadline:
         if is_committed(writer, save_id):
@@ -58,7 +81,7 @@ def outcome_after_death(
         time.sleep(_PAUSE_SECONDS)
     if is_committed(writer, save_id):
         return
-    raise InDoubtError(f"the checkpoint may be committed, id {save_id}: {death.message}", death.causes) from death
+    raise doubt
 
 
 def _post(death: DcpError, seat: Seat, save_id: str, writer: StorageWriter, channel: ChannelSpec | None) -> None:

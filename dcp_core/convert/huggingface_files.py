@@ -12,7 +12,7 @@ import re
 import secrets
 import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
@@ -26,6 +26,7 @@ from dcp_core.file_names import METADATA_NAME
 from dcp_core.formats.safetensors_file import MAX_HEADER_BYTES
 from dcp_core.planning.leaves import DeviceBits, DeviceTransfers
 from dcp_core.storage.base import Storage, WriteHandle
+from dcp_core.storage.leftovers import remove_quietly
 
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
@@ -199,7 +200,8 @@ def _publish(storage: Storage, written: dict[str, str], old: Sequence[str], *, d
     """Give the files their names, and remove the weights that they replace.
 
     Until the index, or a single file, has its name, the directory is what it was. Only where files have the names of
-    old ones it is no model for a moment: the old ones are put aside first, so that new and old never mix.
+    old ones it is no model for a moment: the old ones are put aside first, so that new and old never mix. What fails
+    then is taken back, all of it, or, where a single file has replaced another, only logged.
     """
     if durable:
         storage.sync()
@@ -216,21 +218,50 @@ def _publish(storage: Storage, written: dict[str, str], old: Sequence[str], *, d
         if shards and durable:
             storage.sync()
         storage.publish(written[final], final)
+        published.append(final)
+        is_settled = _settle(storage, final, old, aside, durable=durable)
     except BaseException:
-        for name in published:
+        for name in reversed(published):  # what makes the directory a model goes first
             with suppress(DcpError):
                 storage.remove(name)
         for name, other in reversed(aside.items()):  # the index comes last
             with suppress(DcpError):
                 storage.publish(other, name)
         raise
-    if durable:
-        storage.sync()
     obsolete = [aside.get(name, name) for name in old if name in aside or name not in written]
-    for name in obsolete:
-        storage.remove(name)
-    if obsolete and durable:
-        storage.sync()
+    if obsolete and is_settled:
+        _remove_obsolete(storage, obsolete, durable=durable)
+
+
+def _settle(storage: Storage, final: str, old: Sequence[str], aside: Mapping[str, str], *, durable: bool) -> bool:
+    """Make the new files last, and remove what could be taken for the weights in their place; whether that was done.
+
+    Raises:
+        DcpError: It was not, and the old weights are all there still.
+    """
+    has_replaced = final in old and final not in aside
+    try:
+        if durable:
+            storage.sync()
+        for name in (SINGLE_NAME, INDEX_NAME):
+            if name in old and name not in aside and name != final:
+                storage.remove(name)
+    except DcpError as error:
+        if not has_replaced:
+            raise
+        _LOG.error("%s is complete, but what it replaced stays: %s", storage.describe(), error)
+        return False
+    return True
+
+
+def _remove_obsolete(storage: Storage, names: Sequence[str], *, durable: bool) -> None:
+    """Remove old files that nobody takes for the weights any more; what stays is logged."""
+    remove_quietly(storage, names)
+    if durable:
+        try:
+            storage.sync()
+        except DcpError as error:
+            _LOG.warning("%s", error)
 
 
 def _put_aside(storage: Storage, old: Sequence[str], aside: dict[str, str], *, durable: bool) -> None:

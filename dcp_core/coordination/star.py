@@ -179,7 +179,10 @@ class CoordinatorSide(Side):
                 verdict = self._unless_left(call, frames, verdict)
             else:
                 verdict = Verdict(failure=failed)
-            verdict = self._post(call, verdict)
+            posted = self._post(call, verdict)
+            verdict = self._unless_left(call, frames, posted)  # posting may take long as well
+            if verdict is not posted:
+                verdict = self._post(call, verdict)
         except BaseException as error:
             succeeded = verdict is None or verdict.failure is None
             failure = self.own_failure(call, error, in_doubt=call.commit and computing and succeeded)
@@ -244,7 +247,7 @@ class CoordinatorSide(Side):
             return Verdict(failure=failure_for_all(error, self.rank), original=error)
 
     def _unless_left(self, call: Call, frames: dict[int, Frame], verdict: Verdict) -> Verdict:
-        """Fail where others have given up while this rank computed: it would be one exchange ahead of them.
+        """Fail where others have given up while this rank was at it: it would be one exchange ahead of them.
 
         A commit stands whoever has left.
         """
@@ -285,7 +288,7 @@ class ParticipantSide(Side):
     def run(self, call: Call) -> Verdict:
         """Hand in, wait, collect; who leaves without an answer says so."""
         try:
-            self.board.put(f"{call.prefix}.{self.rank}", encode_frame(call.request))
+            self._hand_in(call)
             if call.is_interrupt:
                 return Verdict()
             return self._await_answer(call)
@@ -297,6 +300,17 @@ class ParticipantSide(Side):
             if not call.is_last:
                 self._leave(call, interrupt)
             raise
+
+    def _hand_in(self, call: Call) -> None:
+        """Post what this rank has; where that fails, why: nobody has to wait for it then."""
+        name = f"{call.prefix}.{self.rank}"
+        try:
+            self.board.put(name, encode_frame(call.request))
+        except Exception as error:
+            try:
+                self.board.put(name, encode_frame(error_frame(call.request.label, error, self.rank)))
+            except Exception as again:
+                raise error from again
 
     def _await_answer(self, call: Call) -> Verdict:
         message = self.board.wait(f"{call.prefix}.answers", self._patience(call))

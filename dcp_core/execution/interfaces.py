@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 import struct
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, runtime_checkable
 
 import numpy.typing as npt
@@ -34,6 +34,10 @@ _RESULT = struct.Struct("<IdQ")
 _FILE = struct.Struct("<HBQQII16s")
 
 
+def _go_on() -> None:
+    """Nobody watches."""
+
+
 @dataclass(frozen=True, slots=True)
 class WriteContext:
     """Which save a writer serves.
@@ -46,6 +50,7 @@ class WriteContext:
         suffix: What data files carry between rank and ending: "" or ".<id>".
         use_collectives: False for a checkpoint of this rank alone.
         durable: Whether files reach the disk before the save is complete.
+        step: Called by a writer before each of its writes: who waits for a save in the background sees that it goes on.
     """
 
     rank: int
@@ -55,6 +60,7 @@ class WriteContext:
     suffix: str
     use_collectives: bool = True
     durable: bool = True
+    step: Callable[[], None] = field(default=_go_on, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

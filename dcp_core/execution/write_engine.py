@@ -126,8 +126,9 @@ class _PartFile:
         self._context = context
         self._plan = plan
         self._handle = handle
+        self._failure = failure
         self._runs = RunSource(plan.spans, plan.columns, source, context.rank)
-        self._stream = FileStream(handle, plan.layout.data_start, failure.check, durable=context.durable)
+        self._stream = FileStream(handle, plan.layout.data_start, self._proceed, durable=context.durable)
 
     @property
     def next_nbytes(self) -> int:
@@ -137,6 +138,10 @@ class _PartFile:
     def prepare(self) -> Run | None:
         """Ask the planner for the next run."""
         return self._runs.take()
+
+    def _proceed(self) -> None:
+        self._failure.check()
+        self._context.step()
 
     def write(self, run: Run) -> None:
         """Hash and write a run."""

@@ -49,6 +49,7 @@ class SaveBack:
         options: How.
         ticket: What was agreed.
         build_global_plan: Decides who writes what; used on the coordinator, where no known plan serves.
+        step: Told to the writer; see `WriteContext`.
 
     Attributes:
         in_doubt: Whether the save may be committed, whatever happens to this rank. Nothing may be taken back then.
@@ -62,8 +63,10 @@ class SaveBack:
         options: SaveOptions,
         ticket: Ticket,
         build_global_plan: BuildGlobalPlan,
+        step: Callable[[], None] = lambda: None,
     ) -> None:
         self.in_doubt = False
+        self._step = step
         self._job = job
         self._exchange = exchange
         self._writer = writer
@@ -205,7 +208,7 @@ class SaveBack:
         group, ticket = self._job.group, self._ticket
         context = WriteContext(
             group.rank, self._job.world_size, self._job.is_coordinator, ticket.save_id, ticket.suffix,
-            self._job.use_collectives, self._options.durable,
+            self._job.use_collectives, self._options.durable, self._step,
         )  # fmt: skip
         self._writer.configure_writer(context)
         with stage("execute_write"):
