@@ -105,12 +105,15 @@ class Runner:
         os.environ["ATTACK_CANARY"] = str(self._canary)
         self._kind = kind_of(base, self._good)
         self._watch = Watch(place)
-        self._warm_up()
+        self._warm_up(folder)
 
-    def _warm_up(self) -> None:
+    def _warm_up(self, folder: Path) -> None:
         """Take every way once with the good checkpoint, so that all modules are imported."""
         report = self.run(Attack("none", "the good checkpoint", ()), is_watched=False)
         assert not report.kind and not report.wrong, report
+        "\x1b".encode("unicode_escape")
+        foreign = (folder / BASE / "torch" / ".metadata").read_bytes()
+        self.run(Attack("none", "the description of another program", (), {".metadata": foreign}), is_watched=False)
         limit_memory(ROOM_NBYTES)
 
     def run(self, attack: Attack, *, is_watched: bool = True) -> Report:
