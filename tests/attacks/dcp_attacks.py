@@ -276,6 +276,9 @@ def _bad_pickles() -> dict[str, bytes]:
         "a pickle with an extension code": _pickle(some, b"\x82\x01"),
         "a pickle that changes a class": _pickle(some, b"}b"),
         "a pickle that changes this library's decoder": _pickle(some, b"0", restore, b"}b"),
+        "a pickle that changes what the decoder gives": _pickle(
+            some, b"0", a.call(restore, a.raw_bytes(encode_value(np.dtype("<f4")))), b"}b"
+        ),
         "a pickle that gives the decoder no bytes": _pickle(some, b"0", a.call(restore, a.text("x"))),
         "a pickle that takes from an empty stack": _pickle(b"R"),
         "a pickle that names by numbers": _pickle(b"K\x01K\x02\x93"),

@@ -11,7 +11,7 @@ from tests.attacks.manifest import CORRUPT, INCOMPLETE, SOUND, Attack
 
 INDEX = "model.safetensors.index.json"
 _BASE = "huggingface"
-_ANY = ("CorruptError", "IncompleteError", "NotFoundError")
+_ANY = ("CorruptError", "IncompleteError", "NotFoundError", "StorageError")
 _LARGEST = 1 << 62
 
 
@@ -158,7 +158,7 @@ def _notes(base: Files, first: str) -> list[Attack]:
     }
     found = [Attack("header", what, CORRUPT, {first: blob}, base=_BASE) for what, blob in notes.items()]
     away = noted(at(1 << 50, 1 << 8))
-    errors = ("CoverageError", "ShapeMismatchError", "CorruptError")
+    errors = ("CoverageError", "ShapeMismatchError", "CorruptError", *INCOMPLETE)
     found.append(Attack("header", "shards a petabyte away", errors, {first: away}, base=_BASE))
     return found
 

@@ -14,8 +14,7 @@ from tests.attacks.manifest import SOUND, Attack
 
 REQUEST, ANSWER = "k.0.1", "k.0.answers"
 _STAGE = "meet"
-_COORDINATION = ("CoordinationError",)
-_ANY = ("CoordinationError", "CoordinationTimeoutError", "RankFailedError", "ArgumentsDifferError")
+_ANY = ("CoordinationError", "CoordinationTimeoutError", "RankFailedError", "ArgumentsDifferError", "CorruptError")
 
 
 def message_attacks() -> list[Attack]:

@@ -6,6 +6,7 @@ folder of attacks. A line says what the load of the attack ended with, and lists
 
 from __future__ import annotations
 
+import codecs
 import json
 import logging
 import os
@@ -95,8 +96,9 @@ class Runner:
 
     def __init__(self, base: str, place: Path, folder: Path) -> None:
         self._good = place / "good"
-        self._original = folder / BASE / base
-        shutil.copytree(self._original, self._good)
+        self._original = place / "original"
+        for copy in (self._original, self._good):
+            shutil.copytree(folder / BASE / base, copy)
         self._place = place
         self._outside = place / "outside"
         self._outside.mkdir()
@@ -105,13 +107,15 @@ class Runner:
         os.environ["ATTACK_CANARY"] = str(self._canary)
         self._kind = kind_of(base, self._good)
         self._watch = Watch(place)
+        self._expected: Mapping[str, Any] | None = None
         self._warm_up(folder)
 
     def _warm_up(self, folder: Path) -> None:
         """Take every way once with the good checkpoint, so that all modules are imported."""
         report = self.run(Attack("none", "the good checkpoint", ()), is_watched=False)
         assert not report.kind and not report.wrong, report
-        "\x1b".encode("unicode_escape")
+        for codec in ("unicode_escape", "utf_8_sig", "utf_16", "utf_16_le", "utf_16_be", "utf_32"):
+            codecs.lookup(codec)
         foreign = (folder / BASE / "torch" / ".metadata").read_bytes()
         self.run(Attack("none", "the description of another program", (), {".metadata": foreign}), is_watched=False)
         limit_memory(ROOM_NBYTES)
@@ -146,10 +150,21 @@ class Runner:
             directory := self._copy(attack)
         ) else None  # fmt: skip
         if error is None:
+            if self._expected is None:
+                self._expected = target
+            elif not report.wrong and not self._is_right(target, attack):
+                report.wrong.append("load: wrong values, and no error")
             return
         report.kind, report.text = type(error).__name__, str(error)[:400]
         if "undefined" not in str(error) and not same(dict(target), self._kind.target()):
             report.wrong.append("load: the target was touched")
+
+    def _is_right(self, target: Mapping[str, Any], attack: Attack) -> bool:
+        """Whether a load gave what the good checkpoint holds, but for the value that an attack replaced."""
+        assert self._expected is not None
+        other = ("notes",) if attack.way == "values" else ("step",) if attack.base == "torch" else ()
+        pairs = [({k: v for k, v in state.items() if k not in other}) for state in (target, self._expected)]
+        return same(*pairs)
 
     def _go(self, name: str, way: Way, attack: Attack, report: Report, is_watched: bool) -> None:
         directory = self._copy(attack)

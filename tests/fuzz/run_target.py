@@ -6,6 +6,7 @@ code says so: `python -m tests.fuzz.run_target --one NAME FILE` runs it again. N
 
 from __future__ import annotations
 
+import importlib
 import logging
 import subprocess
 import sys
@@ -14,6 +15,8 @@ from pathlib import Path
 
 RSS_MIB = 3072
 SECONDS_PER_INPUT = 10
+TORCH_MODULES = ("dcp_torch.torch_dcp_metadata", "dcp_torch.torch_dcp_entries", "dcp_torch.torch_values")
+"""What targets import when they run, and what shall be instrumented."""
 
 
 def _fuzz(name: str, seconds: int, folder: Path) -> None:
@@ -25,8 +28,10 @@ def _fuzz(name: str, seconds: int, folder: Path) -> None:
     with atheris.instrument_imports(
         include=["dcp_core.formats", "dcp_core.coordination", "dcp_core.storage", "dcp_torch"]
     ):
-        from tests.fuzz.targets import run_one, seeds_of
+        from tests.fuzz.targets import TARGETS, run_one, seeds_of
 
+        for module in TORCH_MODULES if TARGETS[name].needs_torch else ():
+            importlib.import_module(module)
     corpus = folder / "corpus" / name
     corpus.mkdir(parents=True, exist_ok=True)
     for number, seed in enumerate(seeds_of(name)):
