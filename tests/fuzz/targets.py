@@ -336,7 +336,8 @@ def names(*, with_torch: bool) -> list[str]:
     return [name for name, target in TARGETS.items() if with_torch or not target.needs_torch]
 
 
-def seeds_of(name: str) -> Sequence[bytes]:
+@cache
+def seeds_of(name: str) -> tuple[bytes, ...]:
     """What a target begins with."""
     found: Any = TARGETS[name].seeds()
-    return [bytes(raw) for raw in found]
+    return tuple(bytes(raw) for raw in found)
