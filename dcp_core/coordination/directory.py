@@ -194,8 +194,10 @@ def _read(path: str) -> bytes | None:
         # without waiting for who writes, where somebody put a pipe into its place
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode) or found.st_size > _MOST_NBYTES:
-            raise CoordinationError(f"{path} is no message: it is no regular file, or has more bytes than any")
+        if not stat.S_ISREG(found.st_mode):
+            raise OSError(errno.EISDIR if stat.S_ISDIR(found.st_mode) else errno.EINVAL, "no regular file", path)
+        if found.st_size > _MOST_NBYTES:
+            raise OSError(errno.EFBIG, f"{found.st_size} bytes are more than any message has", path)
         with open(descriptor, "rb", buffering=0, closefd=False) as file:
             return file.read()
     except OSError as error:

@@ -29,7 +29,7 @@ class Attack:
         errors: Classes of which the error of a load must be one; none: the load succeeds, and is right.
         files: What is put into the copy, by place.
         makes: What is made there that no folder can keep, by place: `{"link": target}`, `{"pipe": true}`,
-            `{"directory": true}`, `{"nbytes": size}` of a file without content, `{"copy": place}`.
+            `{"directory": true}`, `{"nbytes": size}` of a file without content, `{"grow": size}` of one with some.
         base: The good checkpoint.
     """
 
@@ -55,8 +55,8 @@ class Attack:
 
     def _make(self, directory: Path, place: str, how: Mapping[str, Any]) -> None:
         path = directory / place
-        if "copy" in how:
-            path.write_bytes((directory / how["copy"]).read_bytes())
+        if "grow" in how:
+            os.truncate(path, how["grow"])
             return
         _remove(path)
         if "link" in how:

@@ -289,5 +289,12 @@ def _stored_values() -> list[Attack]:
     values["a value in a bare pickle"] = a.proto(2, a.call(a.named("posix", "system"), _COMMAND))
     values["a value of junk"] = b"\x80\xff" * 40
     found = [_attack(what, _ANY, *stored(value)) for what, value in values.items()]
+    sparse = {METADATA: {"nbytes": 1 << 40}}
+    found.append(Attack("torch", "a description of a terabyte of nothing", CORRUPT, {}, sparse, base="torch"))
+    begun = {METADATA: {"grow": 1 << 40}}
+    found.append(Attack("torch", "a description of a terabyte that begins well", CORRUPT, {}, begun, base="torch"))
+    endless = {METADATA: torch_metadata(nbytes=(len(tensor), 1 << 39))}
+    grown = {TORCH_FILE: {"grow": 1 << 40}}
+    found.append(Attack("torch", "a value of half a terabyte of nothing", CORRUPT, endless, grown, base="torch"))
     odd = torch_entry(a.proto(2, a.text("\x1b[2J\0")), b"")
     return [*found, _attack("a value that would do harm on a terminal", SOUND, *stored(odd))]
