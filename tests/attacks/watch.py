@@ -17,6 +17,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from dcp_core.convert import torch_package
+
 _PATHS = {
     "open": 1, "os.remove": 1, "os.rename": 2, "os.rmdir": 1, "os.link": 2, "os.symlink": 2, "os.truncate": 1,
     "os.mkdir": 1, "os.chmod": 1, "os.chown": 1, "os.utime": 1, "os.listdir": 1, "os.scandir": 1, "shutil.rmtree": 1,
@@ -27,6 +29,8 @@ _NEVER = (
     "subprocess.", "os.exec", "os.posix_spawn", "os.spawn", "os.system", "os.fork", "os.startfile", "pty.", "socket.",
     "urllib.", "ctypes.dlopen", "marshal.load", "exec", "compile", "import", "pickle.find_class", "webbrowser.",
 )  # fmt: skip
+_LOOKED_FOR = ("rich",)
+"""What commands look for again and again where it is not installed."""
 _HARMLESS = ("socket.gethostname",)
 _FREE = ("/proc/", "/dev/null", "/sys/")
 _RESIDENT = Path("/proc/self/statm")
@@ -68,7 +72,8 @@ class Watch:
 
     def _is_known_module(self, event: str, arguments: tuple[Any, ...]) -> bool:
         """An import of a package's own lazy parts is none of the attack's."""
-        return event == "import" and str(arguments[0]).partition(".")[0] in sys.modules
+        package = str(arguments[0]).partition(".")[0]
+        return event == "import" and (package in sys.modules or package in _LOOKED_FOR)
 
     def _check_path(self, event: str, path: Any) -> None:
         if isinstance(path, int) or path is None:
@@ -78,15 +83,15 @@ class Watch:
             self._note(f"{event} {where}")
 
     def _note(self, what: str) -> None:
-        if len(self.seen) < 20 and not _is_shown_source():
+        if len(self.seen) < 20 and not _is_our_own():
             self.seen.append(what)
 
 
-def _is_shown_source() -> bool:
-    """Whether a traceback is being written, which looks the lines of the source up."""
+def _is_our_own() -> bool:
+    """Whether a traceback is written, which looks lines of the source up, or this library imports a part of its own."""
     frame: FrameType | None = sys._getframe()
     while frame is not None:
-        if frame.f_code.co_filename == traceback.__file__:
+        if frame.f_code.co_filename in (traceback.__file__, torch_package.__file__):
             return True
         frame = frame.f_back
     return False

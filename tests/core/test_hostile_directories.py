@@ -10,6 +10,7 @@ import re
 import shutil
 import signal
 import threading
+import time
 import uuid
 from collections.abc import Iterator
 from contextlib import suppress
@@ -39,7 +40,14 @@ from dcp_core.manager.latest import latest_checkpoint
 from dcp_core.manager.survey import step_of
 from dcp_core.storage.commit import begin
 from dcp_core.storage.fsspec_storage import FsspecStorage
-from dcp_core.storage.intent import Owner, intent_name, is_dead, parse_intent_name, retire_intent
+from dcp_core.storage.intent import (
+    HEARTBEAT_EXPIRY_SECONDS,
+    Owner,
+    intent_name,
+    is_dead,
+    parse_intent_name,
+    retire_intent,
+)
 from dcp_core.storage.leftovers import parse_mailbox_name, parse_temporary_name, temporary_name
 from dcp_core.storage.local import LocalStorage
 from tests.core.fault_jobs import memory_directory
@@ -123,6 +131,20 @@ def test_a_save_into_a_directory_of_a_strangers_files_removes_none_that_it_does_
     opening = begin(storage, "c" * 32, rank=None, files_of=file_names)
     retire_intent(storage, opening.save_id, None)
     assert kept - made <= set(os.listdir(directory))
+
+
+def test_a_record_that_cannot_be_removed_does_not_keep_what_other_dead_saves_left(tmp_path: Path) -> None:
+    long_ago = time.time() - 2 * HEARTBEAT_EXPIRY_SECONDS
+    (tmp_path / intent_name("a" * 32, None)).mkdir()
+    (tmp_path / intent_name(SAVE_ID, None)).write_bytes(b"{}")
+    kept, gone = (data_file_name(0, 0, 0, f".{save_id}") for save_id in ("a" * 32, SAVE_ID))
+    for name in (kept, gone):
+        (tmp_path / name).write_bytes(b"x")
+    for name in os.listdir(tmp_path):
+        os.utime(tmp_path / name, (long_ago, long_ago))
+    storage = LocalStorage(tmp_path)
+    retire_intent(storage, begin(storage, "c" * 32, rank=None, files_of=file_names).save_id, None)
+    assert sorted(os.listdir(tmp_path)) == [intent_name("a" * 32, None), kept]
 
 
 def _may_go(name: str) -> bool:
