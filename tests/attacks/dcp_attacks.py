@@ -352,6 +352,9 @@ def _data_files(base: Files) -> list[Attack]:
         "a data file whose tensor lies elsewhere": with_header({name: a.entry("F32", (1,), 1 << 40, (1 << 40) + 4)}),
         "a data file whose header is nested deeply": raw[:8] + (b"[" * 600).ljust(size)[:size] + raw[8 + size :],
         "a data file of another save": raw.replace(SAVE_ID.encode(), b"f" * 32),
+        "a data file of a save that would control the terminal": raw.replace(
+            SAVE_ID.encode(), b"\x1b]0;owned\x07\x1b[2J\r".ljust(32, b"\x1b")
+        ),
         "a data file that was never finished": raw.replace(SAVE_ID.encode(), b"0" * 32),
         "a data file without checksums": raw.replace(b'"dcp.checksums":"', b'"dcp.checksumz":"'),
     }

@@ -30,9 +30,13 @@ _PATIENCE_SECONDS = 0.3
 
 
 def command(*arguments: str | Path) -> int:
-    """Run `dcp`, and throw away what it says; a name may stand for the directory."""
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        return cli.main([str(argument) for argument in arguments])
+    """Run `dcp`; what it says must not control a terminal."""
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        code = cli.main([str(argument) for argument in arguments])
+    controls = {character for character in said.getvalue() if not character.isprintable()} - {"\n"}
+    assert not controls, f"`dcp {arguments[0]}` writes {controls}"
+    return code
 
 
 def dcp_target() -> dict[str, Any]:

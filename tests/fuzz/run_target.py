@@ -12,6 +12,7 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
+from typing import Any
 
 RSS_MIB = 3072
 SECONDS_PER_INPUT = 10
@@ -21,8 +22,7 @@ TORCH_MODULES = ("dcp_torch.torch_dcp_metadata", "dcp_torch.torch_dcp_entries", 
 
 def _fuzz(name: str, seconds: int, folder: Path) -> None:
     """Run one target in this process; does not return."""
-    import atheris
-
+    atheris: Any = importlib.import_module("atheris")  # has no types, and is in no environment but that of its session
     logging.disable(logging.CRITICAL)
     warnings.simplefilter("ignore")
     with atheris.instrument_imports(
