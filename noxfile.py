@@ -144,3 +144,15 @@ def fuzz(session: nox.Session) -> None:
     """The property tests with many more examples, a new random seed each time."""
     _install_torch(session)
     _pytest(session, "-m", "hypothesis", "-n", "2", "--timeout", "3600", "tests", DCP_HYPOTHESIS="fuzz")
+
+
+@nox.session
+def fuzz_coverage(session: nox.Session) -> None:
+    """Every way in for strangers' bytes, with inputs that coverage guides; `-- 600 metadata` one, for 600 seconds.
+
+    What fails is left under `fuzz_findings/`, a folder for each target.
+    """
+    _install_torch(session)
+    session.install("atheris>=3,<4")  # instruments the bytecode, and makes inputs that reach new lines of it
+    seconds, names = session.posargs[:1] or ("15",), session.posargs[1:]
+    session.run("python", "-m", "tests.fuzz.run_target", *seconds, "fuzz_findings", *names, env=ONE_THREAD_A_RANK)

@@ -229,7 +229,19 @@ def encode_error(error: DcpError) -> bytes:
 
 
 def decode_error(payload: bytes) -> DcpError:
-    """Undo `encode_error`; a class that is not ours becomes a `RankFailedError`."""
+    """Undo `encode_error`; a class that is not ours becomes a `RankFailedError`.
+
+    Raises:
+        ValueError, KeyError, TypeError, RecursionError: These are no bytes of `encode_error`.
+    """
     fields = json.loads(payload)
     causes = [RankCause(**cause) for cause in fields["causes"]]
+    numbers = [cause.rank for cause in causes]
+    texts = [
+        fields["kind"],
+        fields["message"],
+        *(text for cause in causes for text in (cause.kind, cause.message, cause.detail)),
+    ]
+    if not all(type(number) is int for number in numbers) or not all(type(text) is str for text in texts):
+        raise ValueError("not the fields of an error")
     return ERROR_TYPES.get(fields["kind"], RankFailedError)(fields["message"], causes)

@@ -38,6 +38,8 @@ _Place = tuple[int, int]
 
 METADATA_NAME = ".metadata"
 _PICKLE_MARK = b"\x80"
+_MOST_NBYTES = 1 << 32
+"""Of a description, and of a value."""
 
 
 class TorchDCPReader(FileSystemReader):
@@ -70,18 +72,20 @@ class TorchDCPReader(FileSystemReader):
         """Read `.metadata`, or `__{rank}.metadata` of a rank that saved alone."""
         storage = self._directory.storage
         name = METADATA_NAME if rank is None else f"__{rank}{METADATA_NAME}"
-        if storage.size(name) is None:
+        nbytes = storage.size(name)
+        if nbytes is None:
             raise NotFoundError(
                 f"there is no {name} in {storage.describe()}: torch DCP has completed no checkpoint there; check "
                 "the path"
             )
-        raw = storage.read(name)
-        if not raw.startswith(_PICKLE_MARK):
+        if not is_torch_dcp(storage.read(name, 0, min(nbytes, len(_PICKLE_MARK)))):
             raise CorruptError(
                 f"{name} in {storage.describe()} is not from torch.distributed.checkpoint; load checkpoints of this "
                 "library without a TorchDCPReader"
             )
-        description = describe(raw, name)
+        if nbytes > _MOST_NBYTES:
+            raise CorruptError(f"{name} in {storage.describe()} has {nbytes} bytes, more than any description")
+        description = describe(storage.read(name), name)
         sizes = []
         for file in description.files:
             size = storage.size(file)
@@ -112,6 +116,8 @@ class TorchDCPReader(FileSystemReader):
         """
         assert self._metadata is not None, "configure_reader comes before reading"
         place = _source_of(self._metadata).object_places[stored.ordinal]
+        if place.nbytes > _MOST_NBYTES:
+            raise CorruptError(f"{stored.name!r} in {place.file} has {place.nbytes} bytes, more than any value")
         blob = self._directory.storage.read(place.file, place.offset, place.nbytes)
         return encode_value(load_value(blob, f"{stored.name!r} in {place.file}"), path=stored.name)
 

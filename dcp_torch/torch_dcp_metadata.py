@@ -35,16 +35,21 @@ from dcp_core.storage.base import check_name
 from dcp_torch.torch_dcp_pickles import (
     BytesEntry,
     ChunkEntry,
+    ElementType,
     IndexEntry,
     PlaceEntry,
     PropertiesEntry,
     TensorEntry,
+    is_numbers,
+    kind_name,
     load_metadata_record,
+    shown,
 )
 
 Extent = tuple[int, ...]
 _RANK_OF_FILE = re.compile(r"__(\d+)_\d+\.distcp")
 _LARGEST = 1 << 62
+_LISTED = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,14 +184,16 @@ def _places(storage_data: object, name: str) -> dict[tuple[object, object], Plac
         if not isinstance(index, IndexEntry) or not isinstance(place, PlaceEntry):
             raise CorruptError(f"{name} does not say where its entries lie; another storage than files wrote it")
         file, offset, nbytes = (place.field(key) for key in ("relative_path", "offset", "length"))
+        index.checked_key()
         if place.field("transform_descriptors"):
             raise UnsupportedValueError(
-                f"{index.field('fqn')!r} was written through {place.field('transform_descriptors')!r}; save the "
+                f"{index.field('fqn')!r} was written through {_listed(place.field('transform_descriptors'))}; save the "
                 "checkpoint again without extensions"
             )
         if not isinstance(file, str) or not _is_count(offset) or not _is_count(nbytes):
-            raise CorruptError(f"{name} puts {index.field('fqn')!r} into {file!r} at {offset!r}, {nbytes!r} bytes")
-        found[index.key()] = Place(check_name(file, CorruptError), offset, nbytes)
+            what = f"{shown(file)} at {shown(offset)}, {shown(nbytes)} bytes"
+            raise CorruptError(f"{name} puts {index.field('fqn')!r} into {what}")
+        found[index.checked_key()] = Place(check_name(file, CorruptError), offset, nbytes)
     return found
 
 
@@ -205,17 +212,18 @@ def _tensor(
     if not isinstance(properties, PropertiesEntry) or not _is_extent(shape) or not isinstance(chunks, list):
         raise CorruptError(f"{name} has no type, shape or chunks for {key!r}")
     dtype = properties.arguments[0] if properties.arguments else properties.field("dtype")
-    if not isinstance(dtype, DType):
-        raise UnsupportedValueError(f"{key!r} has elements of type {getattr(dtype, 'name', dtype)}; it cannot be read")
+    known = dtype.dtype if isinstance(dtype, ElementType) else None
+    if known is None:
+        raise UnsupportedValueError(f"{key!r} has elements of type {kind_name(dtype)}; it cannot be read")
     found: dict[Extent, tuple[Extent, Extent, Place]] = {}
     for chunk in chunks:
         offsets, sizes = _box(chunk, shape, f"{name} has a chunk of {key!r}")
         if 0 not in sizes:
             place = _place_of(places, key, offsets, name)
-            if prod(sizes) * dtype.itemsize > place.nbytes:
+            if prod(sizes) * known.itemsize > place.nbytes:
                 raise CorruptError(f"{name}: the chunk of {key!r} at {offsets} does not fit into {place.nbytes} bytes")
             found[offsets] = offsets, sizes, place
-    return _Tensor(key, dtype, shape, tuple(found[offsets] for offsets in sorted(found)))
+    return _Tensor(key, known, shape, tuple(found[offsets] for offsets in sorted(found)))
 
 
 def _box(chunk: object, shape: Extent, what: str) -> tuple[Extent, Extent]:
@@ -223,7 +231,7 @@ def _box(chunk: object, shape: Extent, what: str) -> tuple[Extent, Extent]:
     offsets: Any = chunk.field("offsets") if isinstance(chunk, ChunkEntry) else None
     sizes: Any = chunk.field("sizes") if isinstance(chunk, ChunkEntry) else None
     if not _is_extent(offsets) or not _is_extent(sizes) or not len(offsets) == len(sizes) == len(shape):
-        raise CorruptError(f"{what} that is no box: {str(offsets)[:80]}, {str(sizes)[:80]}")
+        raise CorruptError(f"{what} that is no box: {shown(offsets)}, {shown(sizes)}")
     if any(start + size > whole for start, size, whole in zip(offsets, sizes, shape, strict=True)):
         raise CorruptError(f"{what} at {offsets} of {sizes}, outside of {shape}")
     return offsets, sizes
@@ -251,7 +259,12 @@ def _is_count(value: object) -> bool:
 
 
 def _is_extent(value: Any) -> bool:
-    return isinstance(value, tuple) and all(map(_is_count, value)) and prod(value) < _LARGEST
+    return is_numbers(value) and all(map(_is_count, value)) and prod(value) < _LARGEST
+
+
+def _listed(values: object) -> str:
+    """What a stranger lists, for an error."""
+    return ", ".join(map(shown, values[:_LISTED])) if isinstance(values, (list, tuple)) else shown(values)
 
 
 def _check_ends(description: Description, sizes: Mapping[str, int]) -> None:

@@ -2,7 +2,8 @@
 
 Goes in: the bytes of a `.metadata`, or the pickle of one saved tensor. Comes out: plain records. Every global that a
 pickle names is looked up in a table of the known ones; there stand records and functions of this module in the place of
-torch's, so that nothing of torch is called or made. A name that is not in the table is refused.
+torch's, so that nothing of torch is called or made. A name that is not in the table is refused. What a pickle is given
+by name, it cannot change: only records that it made itself take a state.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 
 from dcp_core.dtype import BY_NAME, DType
 from dcp_core.errors import CorruptError, DcpError, UntrustedObjectError
+from dcp_torch.torch_pickle_scan import check_pickle
 
 Extent = tuple[int, ...]
 _Globals = Mapping[tuple[str, str], Any]
@@ -82,31 +84,61 @@ class IndexEntry(Record):
         return isinstance(other, IndexEntry) and self.key() == other.key()
 
     def __hash__(self) -> int:
-        return hash(self.key())
+        return hash(self.checked_key())
+
+    def checked_key(self) -> tuple[str, Extent | None]:
+        """Name, and offset or None.
+
+        Raises:
+            CorruptError: They are no such things.
+        """
+        fqn, offset = self.key()
+        if not isinstance(fqn, str) or not (offset is None or is_numbers(offset)):
+            raise CorruptError("an entry whose name is no text, or whose offsets are no numbers")
+        return fqn, offset  # type: ignore[return-value]  # just checked
 
 
-@dataclass(frozen=True, slots=True)
-class UnknownType:
-    """An element type that this library does not store."""
+class _Sealed:
+    """What a pickle gets by name, or has made of a name, and must leave as it is.
+
+    Without slots: those would bring a method of the same name along, which changes the object.
+    """
+
+    def __setstate__(self, state: object) -> None:
+        raise CorruptError("it would change what names mean")
+
+
+@dataclass(frozen=True)
+class ElementType(_Sealed):
+    """Of a `torch.dtype`.
+
+    Attributes:
+        name: torch's name of it.
+    """
 
     name: str
 
+    @property
+    def dtype(self) -> DType | None:
+        """What it is to this library; None for a type that it does not store."""
+        return BY_NAME.get(self.name)
 
-@dataclass(frozen=True, slots=True)
-class StorageRef:
+
+@dataclass(frozen=True)
+class StorageRef(_Sealed):
     """The storage of a saved tensor.
 
     Attributes:
         key: Names the record that holds its bytes.
-        dtype: Element type; None for bare bytes.
+        kind: Element type; None for bare bytes.
     """
 
     key: str
-    dtype: DType | UnknownType | None
+    kind: ElementType | None
 
 
-@dataclass(frozen=True, slots=True)
-class TensorRef:
+@dataclass(frozen=True)
+class TensorRef(_Sealed):
     """A saved tensor: how its elements lie in the bytes of its storage.
 
     Attributes:
@@ -187,8 +219,8 @@ class _TableUnpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         found = self._known.get((module, name))
-        if found is None and module == "torch" and name.isidentifier() and name in _TYPE_NAMES:
-            return BY_NAME.get(name) or UnknownType(name)
+        if found is None and module == "torch" and name in _TYPE_NAMES:
+            return ElementType(name)
         if found is None:
             raise UntrustedObjectError(
                 f"{self._name} names {module}.{name}, which does not belong into a checkpoint of torch DCP; nothing "
@@ -201,6 +233,7 @@ class _TableUnpickler(pickle.Unpickler):
 
 
 def _load(raw: bytes, known: _Globals, persistent: Callable[[object], object], name: str) -> object:
+    check_pickle(raw, name)
     try:
         return _TableUnpickler(raw, known, persistent, name).load()
     except DcpError:
@@ -215,18 +248,28 @@ def _no_storages(pid: object) -> object:
 
 def _storage_ref(pid: object) -> StorageRef:
     if not isinstance(pid, tuple) or len(pid) < 3 or pid[0] != "storage" or not isinstance(pid[2], str):
-        raise CorruptError(f"a saved tensor names its bytes in an unknown way: {str(pid)[:80]}")
+        raise CorruptError(f"a saved tensor names its bytes in an unknown way: {shown(pid)}")
     kind = pid[1]
-    if kind is not None and not isinstance(kind, (_StorageType, DType)):
+    if kind is not None and not isinstance(kind, (_StorageType, ElementType)):
         raise CorruptError("a saved tensor names its bytes in an unknown way")
-    return StorageRef(pid[2], kind.dtype if isinstance(kind, _StorageType) else kind)
+    return StorageRef(pid[2], kind.kind if isinstance(kind, _StorageType) else kind)
 
 
-@dataclass(frozen=True, slots=True)
-class _StorageType:
+@dataclass(frozen=True)
+class _StorageType(_Sealed):
     """Of torch's storage classes."""
 
-    dtype: DType | UnknownType | None
+    kind: ElementType | None
+
+
+@dataclass(frozen=True)
+class _Call(_Sealed):
+    """A function that a pickle may call."""
+
+    function: Callable[..., object]
+
+    def __call__(self, *arguments: object) -> object:
+        return self.function(*arguments)
 
 
 def _tensor_ref(
@@ -239,14 +282,15 @@ def _tensor_ref(
     if len(rest) > 2:
         metadata = rest[2]
     if metadata is not None and (not isinstance(metadata, dict) or not metadata.keys() <= {"conj", "neg"}):
-        raise CorruptError(f"a tensor with unknown properties: {str(metadata)[:80]}")
-    kind = storage.dtype if dtype is None else dtype
-    if not isinstance(kind, DType):
-        raise CorruptError(f"a tensor of the type {getattr(kind, 'name', kind)}, which cannot be stored")
+        raise CorruptError(f"a tensor with unknown properties: {shown(metadata)}")
+    kind = storage.kind if dtype is None else dtype
+    known = kind.dtype if isinstance(kind, ElementType) else None
+    if known is None:
+        raise CorruptError(f"a tensor of the type {kind_name(kind)}, which cannot be stored")
     flags = metadata or {}
     first = _counts((start,))[0]
     return TensorRef(
-        storage.key, kind, first, _counts(sizes), _counts(strides), bool(flags.get("conj")), bool(flags.get("neg"))
+        storage.key, known, first, _counts(sizes), _counts(strides), bool(flags.get("conj")), bool(flags.get("neg"))
     )
 
 
@@ -260,27 +304,54 @@ def _tensor_ref_v3(
 
 def _parameter(tensor: object, *rest: object) -> object:
     """Of `_rebuild_parameter`: the tensor in it."""
+    if not isinstance(tensor, TensorRef):
+        raise CorruptError("a parameter without a tensor")
     return tensor
 
 
+def is_numbers(values: object) -> bool:
+    """Whether these are whole numbers, no more than a tensor has dimensions."""
+    return isinstance(values, tuple) and len(values) <= _MAX_NDIM and all(type(value) is int for value in values)
+
+
 def _counts(values: object) -> Extent:
-    if not isinstance(values, tuple) or not all(type(value) is int and 0 <= value < 1 << 62 for value in values):
-        raise CorruptError(f"a shape, stride or offset that is none: {str(values)[:80]}")
+    if not isinstance(values, tuple) or not is_numbers(values) or not all(0 <= value < 1 << 62 for value in values):
+        raise CorruptError(f"a shape, stride or offset that is none: {shown(values)}")
     return values
+
+
+def shown(value: object) -> str:
+    """A value of a stranger's for an error: short, whatever it is and holds."""
+    if isinstance(value, (str, bytes)):
+        return repr(value[:80])
+    if type(value) is int:
+        return str(value) if value.bit_length() < 256 else f"a number of {value.bit_length()} bits"
+    if value is None or isinstance(value, (bool, float)):
+        return repr(value)
+    if isinstance(value, tuple) and is_numbers(value):
+        return f"({', '.join(map(shown, value))})"
+    return f"a {type(value).__name__}"
+
+
+def kind_name(kind: object) -> str:
+    """An element type for an error."""
+    return kind.name if isinstance(kind, ElementType) else shown(kind)
 
 
 def _size(values: object = ()) -> tuple[object, ...]:
     """Of `torch.Size`."""
-    if not isinstance(values, (tuple, list)):
+    sizes = tuple(values) if isinstance(values, (tuple, list)) else None
+    if sizes is None or not is_numbers(sizes):
         raise CorruptError("a size that is none")
-    return tuple(values)
+    return sizes
 
 
 def _text(*parts: object) -> str:
     """Of what says something that is not needed: layouts, paths."""
-    return "/".join(map(str, parts))
+    return "/".join(map(shown, parts))
 
 
+_MAX_NDIM = 64
 _UNSTORABLE = ("quint8", "qint8", "qint32", "quint4x2", "quint2x4", "bits8", "bits16", "bits1x8", "bits2x4", "bits4x2")
 _TYPE_NAMES = frozenset({*BY_NAME, *_UNSTORABLE, "int1", "uint1", "int2", "uint2", "int4", "uint4"})
 
@@ -299,28 +370,28 @@ _METADATA_GLOBALS: _Globals = {
     (_METADATA_MODULE, "TensorProperties"): PropertiesEntry,
     (_METADATA_MODULE, "MetadataIndex"): IndexEntry,
     (_METADATA_MODULE, "StorageMeta"): Record,
-    (_METADATA_MODULE, "_MEM_FORMAT_ENCODING"): _text,
+    (_METADATA_MODULE, "_MEM_FORMAT_ENCODING"): _Call(_text),
     (_FILES_MODULE, "_StorageInfo"): PlaceEntry,
-    ("torch", "Size"): _size,
-    ("torch.serialization", "_get_layout"): _text,
+    ("torch", "Size"): _Call(_size),
+    ("torch.serialization", "_get_layout"): _Call(_text),
     ("collections", "OrderedDict"): collections.OrderedDict,
     **{
-        (module, kind): _text
+        (module, kind): _Call(_text)
         for module in ("pathlib", "pathlib._local")
         for kind in ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath")
     },
 }
 
 _TENSOR_GLOBALS: _Globals = {
-    ("torch._utils", "_rebuild_tensor"): _tensor_ref,
-    ("torch._utils", "_rebuild_tensor_v2"): _tensor_ref,
-    ("torch._utils", "_rebuild_tensor_v3"): _tensor_ref_v3,
-    ("torch._utils", "_rebuild_parameter"): _parameter,
-    ("torch", "Size"): _size,
+    ("torch._utils", "_rebuild_tensor"): _Call(_tensor_ref),
+    ("torch._utils", "_rebuild_tensor_v2"): _Call(_tensor_ref),
+    ("torch._utils", "_rebuild_tensor_v3"): _Call(_tensor_ref_v3),
+    ("torch._utils", "_rebuild_parameter"): _Call(_parameter),
+    ("torch", "Size"): _Call(_size),
     ("collections", "OrderedDict"): collections.OrderedDict,
     ("torch.storage", "UntypedStorage"): _StorageType(None),
     **{
-        ("torch", name): _StorageType(BY_NAME.get(dtype) or UnknownType(dtype))
+        ("torch", name): _StorageType(ElementType(dtype))
         for name, dtype in _STORAGES.items()
     },
 }  # fmt: skip

@@ -7,15 +7,22 @@ names anything else is refused, unless the user has allowed it by `torch.seriali
 from __future__ import annotations
 
 import io
+import os
 import pickle
 import re
+import zipfile
 from typing import Any
 
 import numpy as np
 import torch
 
-from dcp_core.errors import CorruptError, UntrustedObjectError
+from dcp_core.errors import CorruptError, DcpError, UntrustedObjectError
+from dcp_torch.torch_pickle_scan import check_pickle
 
+_FREE_NBYTES = 1 << 22
+_MAX_EXPANSION = 8
+"""A value may take 4 MiB, or so many times its stored size."""
+_MAX_WEIGHT = 1 << 20
 _GLOBAL = re.compile(r"(?:GLOBAL|global|class|function)[: ]+([A-Za-z_][\w.]*\.[\w.]+)")
 
 
@@ -33,8 +40,15 @@ def load_value(source: bytes | str, name: str, *, mapped: bool = False) -> Any:
     """
     file: Any = io.BytesIO(source) if isinstance(source, bytes) else source
     try:
+        if isinstance(source, bytes) or _is_archive(source):
+            _check_archive(file, name)
         with torch.serialization.safe_globals(_numpy_globals()):
-            return torch.load(file, map_location="cpu", weights_only=True, mmap=mapped and _is_archive(source))
+            found = torch.load(file, map_location="cpu", weights_only=True, mmap=mapped and _is_archive(source))
+        if isinstance(source, bytes):
+            _check_proportion(found, len(source), name)
+        return found
+    except DcpError:
+        raise
     except pickle.UnpicklingError as error:
         found = _GLOBAL.search(str(error))
         if found is None:
@@ -47,6 +61,45 @@ def load_value(source: bytes | str, name: str, *, mapped: bool = False) -> Any:
         raise
     except Exception as error:  # what is damaged may end in almost any error
         raise CorruptError(f"{name} is damaged: {type(error).__name__}: {error}") from error
+
+
+def _check_archive(file: Any, name: str) -> None:
+    """Refuse an archive that would take more memory than its bytes are worth, before torch reads it.
+
+    Raises:
+        CorruptError: It is one, or none at all.
+    """
+    nbytes = len(file.getvalue()) if isinstance(file, io.BytesIO) else os.path.getsize(file)
+    with zipfile.ZipFile(file) as archive:
+        records = archive.infolist()
+        for record in records:
+            if record.compress_type != zipfile.ZIP_STORED or record.file_size != record.compress_size:
+                raise CorruptError(
+                    f"{name}: its record {record.filename!r} is compressed; torch stores them as they are"
+                )
+        if sum(record.file_size for record in records) > nbytes:
+            raise CorruptError(f"{name}: its records have more bytes than itself")
+        for record in records:
+            if record.filename.rpartition("/")[2] == "data.pkl":
+                check_pickle(archive.read(record), name, max_weight=_MAX_WEIGHT)
+    if isinstance(file, io.BytesIO):
+        file.seek(0)
+
+
+def _check_proportion(value: Any, nbytes: int, name: str) -> None:
+    """Refuse a value that is larger than what it was made of: one number, a million times, for instance."""
+    total, seen, left = 0, set(), [value]
+    while left:
+        item = left.pop()
+        if isinstance(item, torch.Tensor):
+            total += item.numel() * item.element_size()
+        elif isinstance(item, np.ndarray):
+            total += item.nbytes
+        elif isinstance(item, (dict, list, tuple, set, frozenset)) and id(item) not in seen:
+            seen.add(id(item))
+            left += [*item, *item.values()] if isinstance(item, dict) else item
+    if total > max(_FREE_NBYTES, _MAX_EXPANSION * nbytes):
+        raise CorruptError(f"{name}: {nbytes} bytes claim to hold values of {total} bytes")
 
 
 def _is_archive(source: bytes | str) -> bool:

@@ -4,6 +4,7 @@ test fails because the machine is busy; what a test keeps in the background of i
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterator
 
@@ -13,13 +14,17 @@ from hypothesis import settings
 from tests.background_processes import end_own
 from tests.core.object_store import ObjectStore, running_store
 
+_FUZZ_EXAMPLES = 2000
+"""Of each property that does not say otherwise, where `DCP_HYPOTHESIS=fuzz` asks for many."""
+
 
 def pytest_configure() -> None:
     """Make interrupts raise, in every process that runs tests; give single examples all the time they need."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     settings.register_profile("unhurried", settings.default, deadline=None)
-    settings.load_profile("unhurried")
+    settings.register_profile("fuzz", settings.get_profile("unhurried"), max_examples=_FUZZ_EXAMPLES)
+    settings.load_profile("fuzz" if os.environ.get("DCP_HYPOTHESIS") == "fuzz" else "unhurried")
 
 
 @pytest.fixture(autouse=True)

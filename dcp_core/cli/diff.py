@@ -10,7 +10,7 @@ from collections.abc import Callable
 from fnmatch import translate
 
 from dcp_core.cli.sources import open_reader
-from dcp_core.cli.tables import shown_bytes, write_line, write_table
+from dcp_core.cli.tables import shown_bytes, write_error, write_line, write_table
 from dcp_core.convert.progress import progress_bar
 from dcp_core.errors import DcpError
 from dcp_core.inspection.comparison import Comparison, Difference, all_nbytes, compare
@@ -37,7 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         found = _compared(arguments)
     except DcpError as error:
-        sys.stderr.write(f"dcp: {error}\n")
+        write_error(error)
         return _TROUBLE
     if arguments.json:
         sys.stdout.write(json.dumps({"a": arguments.a, "b": arguments.b, **found.to_values()}, indent=2) + "\n")

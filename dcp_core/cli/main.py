@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dcp_core import __version__
+from dcp_core.cli.tables import write_error
 from dcp_core.errors import ArgumentError, DcpError
 
 OK, NOT_WELL, USAGE = 0, 1, 2
@@ -58,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return _run(list(sys.argv[1:] if arguments is None else arguments))
     except DcpError as error:
-        sys.stderr.write(f"dcp: {error}\n")
+        write_error(error)
         return USAGE if isinstance(error, ArgumentError) else NOT_WELL
     except BrokenPipeError:  # whoever read the output, `head` for instance, has enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

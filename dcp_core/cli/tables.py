@@ -70,6 +70,11 @@ def printable(text: str) -> str:
     return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
 
 
+def write_error(error: BaseException) -> None:
+    """Write what went wrong to stderr; what controls a terminal is spelled out, line by line."""
+    sys.stderr.write("".join(f"{printable(line)}\n" for line in f"dcp: {error}".split("\n")))
+
+
 def shown_bytes(nbytes: int) -> str:
     """Bytes for people.
 

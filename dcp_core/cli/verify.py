@@ -7,7 +7,7 @@ import json
 import sys
 from contextlib import ExitStack
 
-from dcp_core.cli.tables import shown_bytes, write_line, write_table
+from dcp_core.cli.tables import shown_bytes, write_error, write_line, write_table
 from dcp_core.convert.progress import Advance, progress_bar
 from dcp_core.errors import NotFoundError
 from dcp_core.inspection.report import Problem, VerifyReport, keys_text
@@ -34,7 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
         with _Bar() as bar:
             report = verify(arguments.path, quick=arguments.quick, progress=bar)
     except NotFoundError as error:
-        sys.stderr.write(f"dcp: {error}\n")
+        write_error(error)
         return _NO_CHECKPOINT
     if arguments.json:
         sys.stdout.write(json.dumps(report.to_values(), indent=2) + "\n")

@@ -8,6 +8,7 @@ import logging
 import os
 import re
 import secrets
+import stat
 import time
 
 from dcp_core.errors import CoordinationError
@@ -22,6 +23,8 @@ _STALE_TRIES = 6
 _STALE_PAUSE_SECONDS = 0.01
 _REMOVE_TRIES = 5
 _TOUCH_SECONDS = 15.0
+_MOST_NBYTES = 1 << 33
+"""More than the plans of any job; what claims more is no message."""
 
 _log = logging.getLogger("dcp.coordination")
 
@@ -186,10 +189,21 @@ def _write_all(descriptor: int, payload: bytes) -> None:
 
 def _read(path: str) -> bytes | None:
     """The whole file, or None if it is not there (or went away while it was read)."""
+    descriptor = -1
     try:
-        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb", buffering=0) as file:
+        # without waiting for who writes, where somebody put a pipe into its place
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            raise OSError(errno.EISDIR if stat.S_ISDIR(found.st_mode) else errno.EINVAL, "no regular file", path)
+        if found.st_size > _MOST_NBYTES:
+            raise OSError(errno.EFBIG, f"{found.st_size} bytes are more than any message has", path)
+        with open(descriptor, "rb", buffering=0, closefd=False) as file:
             return file.read()
     except OSError as error:
         if error.errno in _ABSENT:
             return None
         raise
+    finally:
+        if descriptor >= 0:
+            os.close(descriptor)

@@ -23,7 +23,8 @@ ANY_STAGE = ""
 """Label of a message from a rank that has left, and so is in no stage."""
 
 _CAUSES_SENT = 16
-_MISSING = re.compile(r"ranks? ([0-9, -]+) did not come to exchange ")
+_RUN = r"[0-9]{1,9}(?:-[0-9]{1,9})?"
+_MISSING = re.compile(rf"ranks? ({_RUN}(?:, {_RUN})*) did not come to exchange ")
 
 
 def name_ranks(ranks: Iterable[int]) -> str:

@@ -20,7 +20,7 @@ _FIRST = b"\x01"  # goes before every message: a range of an empty object is an 
 _FIRST_PAUSE_SECONDS = 0.02
 _LONGEST_PAUSE_SECONDS = 0.5
 _MARKER_SECONDS = 1.0
-_MOST_NBYTES = 1 << 40
+_MOST_NBYTES = 1 << 33  # more than the plans of any job
 
 _log = logging.getLogger("dcp.background")
 

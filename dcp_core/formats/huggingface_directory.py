@@ -27,7 +27,6 @@ _NUMBERED = re.compile(r"(?!shard-)(.*)-(\d{5,})-of-(\d{5,})\.safetensors")
 _SHARDING_NOTE = "DCP_SHARDING_INFO"
 _LARGEST = 1 << 62
 _SHOWN = 8
-_MAX_NDIM = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,8 +174,6 @@ def describe_file(header: bytes, nbytes: int, name: str, label: str, wanted: Col
 
 
 def _check_array(array: StoredArray, name: str) -> None:
-    if len(array.shape) > _MAX_NDIM:
-        raise CorruptError(f"{name}: the tensor {array.key[:200]!a} has {len(array.shape)} dimensions")
     try:
         array.key.encode()
     except UnicodeEncodeError as error:

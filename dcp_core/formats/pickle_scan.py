@@ -24,6 +24,8 @@ RESTORE: ClassName = ("dcp_core.formats.pickles", "restore_value")
 """Stands in a pickle for the decoder of an embedded safe encoding. Part of the format: the name must not change."""
 
 _MAX_TUPLE_DEPTH = 1000
+_MAX_TUPLE_WEIGHT = 1 << 20
+"""Values that a tuple may hold, those in its tuples included: what several share counts each time, as in a hash."""
 _TEXT = frozenset({"SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8"})
 _RAW = frozenset({"SHORT_BINBYTES", "BINBYTES", "BINBYTES8"})
 _NUMBERS = frozenset({"NONE", "NEWTRUE", "NEWFALSE", "BININT", "BININT1", "BININT2", "LONG1", "LONG4", "BINFLOAT"})
@@ -66,12 +68,13 @@ def scan_pickle(blob: bytes) -> PickleReport:
 
 
 class _Item:
-    """Something on the stack of which only the nesting of tuples matters."""
+    """Something on the stack of which only the nesting of tuples matters, and how much there is to walk."""
 
-    __slots__ = ("depth",)
+    __slots__ = ("depth", "weight")
 
-    def __init__(self, depth: int = 0) -> None:
+    def __init__(self, depth: int = 0, weight: int = 1) -> None:
         self.depth = depth
+        self.weight = weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +90,7 @@ class _OneBytes:
 
 
 _MARK = object()
+_RESTORED = object()
 _PLAIN = _Item()
 
 
@@ -158,10 +162,11 @@ class _Machine:
         if len(items) == 1 and isinstance(items[0], bytes):
             self._stack.append(_OneBytes(items[0]))
             return
-        depth = 1 + max([item.depth for item in items if isinstance(item, _Item)], default=0)
+        known = [item for item in items if isinstance(item, _Item)]
+        depth = 1 + max([item.depth for item in known], default=0)
         if depth > _MAX_TUPLE_DEPTH:
             raise CorruptError(f"a pickle with tuples nested more than {_MAX_TUPLE_DEPTH} deep")
-        self._stack.append(_Item(depth))
+        self._stack.append(_Item(depth, _weight_of(items, known)))
 
     def _call(self, arguments: int) -> None:
         """REDUCE, NEWOBJ and NEWOBJ_EX: only names can be called, `restore_value` only with bytes."""
@@ -173,7 +178,9 @@ class _Machine:
             if not isinstance(popped[0], _OneBytes):
                 raise CorruptError("a pickle with a damaged embedded value")
             self.embedded.append(popped[0].value)
-        self._stack.append(_Item())
+            self._stack.append(_RESTORED)  # may be anybody's, a type of numpy's for instance: nothing changes it
+            return
+        self._stack.append(_Item(0, _weight_of(popped, [item for item in popped if isinstance(item, _Item)])))
 
     def _fill(self, items: int | None) -> None:
         """APPEND, SETITEM, BUILD and the like: never on a class."""
@@ -217,6 +224,14 @@ _ACTIONS: dict[str, Callable[[_Machine, Any], object]] = {
     "ADDITEMS": lambda machine, _: machine._fill(None),
     "STOP": _Machine._stop,
 }
+
+
+def _weight_of(items: list[object], known: list[_Item]) -> int:
+    """How many values there are to walk in a tuple of these, or in what is made of them."""
+    weight = 1 + len(items) - len(known) + sum([item.weight for item in known])
+    if weight > _MAX_TUPLE_WEIGHT:
+        raise CorruptError(f"a pickle whose tuples hold more than {_MAX_TUPLE_WEIGHT} values, the same ones many times")
+    return weight
 
 
 def _is_dotted(name: str) -> bool:

@@ -18,6 +18,7 @@ from dcp_core.errors import CorruptError, IncompleteError
 from dcp_core.formats.safetensors_file import MAX_HEADER_BYTES
 
 _BITS = {dtype.file_dtype: 8 * dtype.itemsize // prod(dtype.file_tail) for dtype in DTYPES}
+_MAX_NDIM = 64
 _BITS |= {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
 _PLAIN = {dtype.file_dtype: dtype for dtype in DTYPES if not dtype.file_tail and dtype.name != "float4_e2m1fn_x2"}
 
@@ -136,6 +137,8 @@ def _stored_array(key: str, entry: object, name: str) -> StoredArray:
     bits = _BITS.get(dtype) if isinstance(dtype, str) else None
     if bits is None:
         _refuse(name, key, f"has the unknown dtype {str(dtype)[:40]!a}")
+    if isinstance(shape, list) and len(shape) > _MAX_NDIM:  # before anybody multiplies them
+        _refuse(name, key, f"has {len(shape)} dimensions")
     if not _all_counts(shape) or not _all_counts(offsets) or len(offsets) != 2:
         _refuse(name, key, "has a shape or offsets that are no counts")
     start, stop = offsets

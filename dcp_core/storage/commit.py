@@ -163,14 +163,7 @@ def _metadata_name(opening: Opening | None) -> str:
 
 def _committed_files(storage: Storage, name: str, files_of: FilesOf) -> frozenset[str]:
     """Return what a metadata file names; nothing for one that is unreadable, as ours would not be."""
-    if not storage.exists(name):
-        return frozenset()
-    content = storage.read(name)
-    try:
-        return frozenset(files_of(content))
-    except Exception as error:  # a stranger's file, read by code that is not ours
-        _LOG.info("%r in %s is not of the save that is taken back: %s", name, storage.describe(), error)
-        return frozenset()
+    return named_files(storage, name, files_of) or frozenset()
 
 
 def _refuse_shadow(storage: Storage, rank: int) -> None:

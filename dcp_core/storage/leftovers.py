@@ -183,7 +183,11 @@ def _remove_dead_intents(
     for name, rank in _other_intents(opening, names):
         if is_dead(storage, name, now_seconds):
             _LOG.info("save %s: %s is of a dead save", opening.save_id, name)
-            storage.remove(name)
+            try:
+                storage.remove(name)
+            except DcpError as error:  # a directory of that name, for instance: what it stands for stays, no more
+                _LOG.warning("%s", error)
+                continue
             parsed = parse_intent_name(name)
             if parsed is not None and rank is None:
                 dead.add(parsed[0])
