@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import importlib
+import json
+import os
 import sys
+import unicodedata
 from collections.abc import Sequence
 from typing import Any
 
+from dcp_core.errors import StorageError
+
 _GAP = "  "
+_WIDEST = 60  # of a plain column: what is longer moves only its own row
+_SHORT = 24  # what is no longer is never broken into lines
 
 
 def write_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
@@ -15,18 +22,22 @@ def write_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
     Args:
         header: Names of the columns.
-        rows: One text for each column. The last one may be long.
+        rows: One text for each column.
     """
     rows = [[printable(cell) for cell in row] for row in rows]
     rich = _rich() if sys.stdout.isatty() else None
     if rich is None:
-        sys.stdout.write(plain_table(header, rows))
+        write_text(plain_table(header, rows))
         return
     console, table_type, text_type = rich
-    table = table_type(*header)
+    table = table_type()
+    for column, name in enumerate(header):
+        longest = max((len(row[column]) for row in rows), default=0)
+        is_whole = column > 0 and longest <= _SHORT  # names may be broken into lines, never cut short
+        table.add_column(name, no_wrap=is_whole, overflow="fold")
     for row in rows:
         table.add_row(*[text_type(cell) for cell in row])  # as text: what stands in brackets is no markup
-    console().print(table)
+    _print(console(), table)
 
 
 def plain_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -38,9 +49,25 @@ def plain_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     long  second
     """
     lines = [list(header), *map(list, rows)]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
-    joined = [_GAP.join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
+    widths = [min(max(width_of(line[column]) for line in lines), _WIDEST) for column in range(len(header))]
+    joined = [_GAP.join(map(_padded, line, widths)) for line in lines]
     return "".join(f"{line.rstrip()}\n" for line in joined)
+
+
+def _padded(cell: str, width: int) -> str:
+    return cell + " " * (width - width_of(cell))
+
+
+def width_of(text: str) -> int:
+    """How many columns of a terminal a text takes.
+
+    >>> width_of("abc"), width_of("\u5c64")
+    (3, 2)
+    """
+    if text.isascii():
+        return len(text)
+    wide = sum(unicodedata.east_asian_width(each) in "WF" for each in text)
+    return len(text) + wide - sum(unicodedata.combining(each) > 0 for each in text)
 
 
 def write_line(*pieces: str | tuple[str, str]) -> None:
@@ -53,10 +80,68 @@ def write_line(*pieces: str | tuple[str, str]) -> None:
     parts = [(printable(text), style) for text, style in pairs]
     rich = _rich() if sys.stdout.isatty() else None
     if rich is None:
-        sys.stdout.write("".join(text for text, _ in parts).rstrip() + "\n")
+        write_text("".join(text for text, _ in parts).rstrip() + "\n")
         return
     console, _, text_type = rich
-    console(highlight=False).print(text_type.assemble(*parts), soft_wrap=True)
+    _print(console(highlight=False), text_type.assemble(*parts), soft_wrap=True)
+
+
+def write_json(values: Any) -> None:
+    """Write one JSON value to stdout."""
+    write_text(json.dumps(values, indent=2) + "\n")
+
+
+def write_text(text: str) -> None:
+    """Write a text to stdout as it stands.
+
+    Raises:
+        StorageError: It cannot be written, because the disk is full, say. Where whoever read it has left, as `head`
+            does, nothing is raised, and all that follows goes nowhere: a command still ends with its own exit code.
+    """
+    try:
+        sys.stdout.write(text)
+    except OSError as error:
+        _give_up_output(error)
+
+
+def flush_output() -> None:
+    """Write what is waiting to be written to stdout.
+
+    Raises:
+        StorageError: See `write_text`.
+    """
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        _give_up_output(error)
+
+
+def write_error(error: object) -> None:
+    """Write one line to stderr that says what is wrong."""
+    sys.stderr.write(f"dcp: {printable(' '.join(str(error).split()))}\n")
+
+
+def _print(console: Any, *pieces: Any, **options: Any) -> None:
+    try:
+        console.print(*pieces, **options)
+    except OSError as error:
+        _give_up_output(error)
+
+
+def _give_up_output(error: OSError) -> None:
+    """Send what is still to be written nowhere, so that the end of the process does not fail at it once more."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if not isinstance(error, BrokenPipeError):
+        raise StorageError(f"cannot write the output: {error.strerror or error}") from error
+
+
+def can_be_written(text: str) -> bool:
+    """Whether stdout's encoding has all characters of a text."""
+    try:
+        text.encode(sys.stdout.encoding or "utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def printable(text: str) -> str:
@@ -68,6 +153,15 @@ def printable(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
+
+
+def counted(count: int, one: str, several: str = "") -> str:
+    """A number of things, in words.
+
+    >>> counted(1, "tensor"), counted(2, "tensor"), counted(0, "box", "boxes")
+    ('1 tensor', '2 tensors', '0 boxes')
+    """
+    return f"{count} {one if count == 1 else several or one + 's'}"
 
 
 def shown_bytes(nbytes: int) -> str:

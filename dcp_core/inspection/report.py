@@ -16,6 +16,7 @@ ProblemKind = Literal[
 StrayKind = Literal["data file", "description", "intent record", "mailbox", "other"]
 
 RESTORE = "restore the file from a copy, or load another checkpoint"
+RETRY = "see that the file can be read here (permissions, disk, network), then verify again"
 KEYS_NAMED = 8
 
 _INCOMPLETE = ("no checkpoint", "missing file", "wrong size")

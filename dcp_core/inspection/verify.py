@@ -6,7 +6,6 @@ several at a time; say what the other names in the directory are. What is wrong 
 
 from __future__ import annotations
 
-import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -15,8 +14,8 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from dcp_core.errors import ArgumentError, DcpError, NotFoundError
-from dcp_core.execution.filesystem import FileSystemReader, is_other_url, local_path
+from dcp_core.errors import ArgumentError, DcpError, NotFoundError, StorageError
+from dcp_core.execution.filesystem import FileSystemReader, is_other_url
 from dcp_core.execution.interfaces import CheckpointId
 from dcp_core.execution.present_metadata import open_present
 from dcp_core.execution.read_threads import usable_threads
@@ -30,8 +29,10 @@ from dcp_core.inspection.links import outside_links
 from dcp_core.inspection.report import Problem, Stray, VerifyReport, keys_text, merged
 from dcp_core.inspection.strays import find_strays
 from dcp_core.plugins import open_storage
+from dcp_core.recipes.places import storage_at
 from dcp_core.state_path import decode_path
 from dcp_core.storage.base import Storage
+from dcp_core.storage.urls import redacted
 
 MAX_PROBLEMS = 10_000
 """Problems that are kept at most; the rest is counted."""
@@ -64,12 +65,10 @@ def verify(checkpoint_id: CheckpointId, *, quick: bool = False, progress: Progre
         StorageError: The directory cannot be read.
     """
     began = time.perf_counter()
+    place = redacted(str(checkpoint_id))
+    if _kind_of(checkpoint_id) == "huggingface":
+        return replace(verify_huggingface(checkpoint_id), place=place, seconds=time.perf_counter() - began)
     reader = FileSystemReader(open_url=open_storage)
-    if not is_other_url(checkpoint_id):
-        kind = _kind_of(checkpoint_id)
-        if kind == "huggingface":
-            found = verify_huggingface(checkpoint_id)
-            return replace(found, place=os.fspath(checkpoint_id), seconds=time.perf_counter() - began)
     for _ in range(_ATTEMPTS):
         reader.initialize_reader(checkpoint_id)
         verification = _Verification(reader.storage, quick, progress)
@@ -78,7 +77,7 @@ def verify(checkpoint_id: CheckpointId, *, quick: bool = False, progress: Progre
             break
     else:
         report = replace(report, notes=(*report.notes, "saves replaced the checkpoint meanwhile: verify again"))
-    return replace(report, place=os.fspath(checkpoint_id), seconds=time.perf_counter() - began)
+    return replace(report, place=place, seconds=time.perf_counter() - began)
 
 
 def verify_storage(storage: Storage, *, quick: bool = False) -> VerifyReport:
@@ -87,15 +86,19 @@ def verify_storage(storage: Storage, *, quick: bool = False) -> VerifyReport:
 
 
 def _kind_of(path: CheckpointId) -> str:
-    local_path(path)  # says so where it is no path at all
+    storage_at(path)  # says so where this is no path, nor a URL that anybody knows
     try:
         kind = checkpoint_format(path)
     except ArgumentError as error:
         raise NotFoundError(str(error)) from error
+    except StorageError:
+        if not is_other_url(path):
+            raise
+        return "dcp"  # a store that cannot list: whether it has a description is found out by its name
     if kind in ("torch-dcp", "torch"):
         what = "torch DCP" if kind == "torch-dcp" else "torch.save"
         raise ArgumentError(
-            f"what lies at {str(path)!r} was written by {what}, with nothing that could be verified; "
+            f"what lies at {redacted(str(path))!r} was written by {what}, with nothing that could be verified; "
             "`dcp convert --to dcp` makes a checkpoint with checksums of it"
         )
     return kind
@@ -137,7 +140,8 @@ class _Verification:
         for found in self._descriptions:
             self._check(found, all_nbytes)
         own = {*chosen, *(name for found in self._descriptions for name in found.file_names)}
-        strays = None if names is None else find_strays(self._storage, names, own)
+        is_known = all(found.files is not None for found in self._descriptions)
+        strays = None if names is None else find_strays(self._storage, names, own, is_known=is_known)
         self._note(names, own)
         return self._report(strays, all_nbytes)
 

@@ -59,7 +59,7 @@ def test_a_whole_checkpoint_has_exit_code_0(root: Path, run: Run) -> None:
     code, out, err = run("verify", root / "rows")
     assert (code, err) == (0, "")
     assert out.startswith(f"{root / 'rows'}: whole\n")
-    assert "1 tensors in 2 boxes, 1 other values" in out
+    assert "1 tensor in 2 boxes, 1 other value\n" in out
     code, out, _ = run("verify", root / "rows", "--quick")
     assert code == 0
     assert "as far as a quick look tells" in out and "not compared" in out
@@ -148,7 +148,7 @@ def test_what_is_inside_is_listed(root: Path, run: Run) -> None:
     assert ["model.w", "float64", "[8,", "6]", "2", "x", "1", "2", "2", "384", "B"] in lines
     assert ["lr", "9", "B", "0.1"] in lines
     assert "balance: 2 of 2 ranks wrote" in out
-    assert any(line[:3] == ["_rank1_.safetensors", "1", "boxes"] for line in lines if line)
+    assert any(line[:3] == ["_rank1_.safetensors", "1", "box"] for line in lines if line)
 
 
 def test_json_has_all_of_it(root: Path, run: Run) -> None:
@@ -216,7 +216,7 @@ def test_what_cannot_be_inspected_says_why(
 def test_exit_codes_are_those_of_diff(root: Path, run: Run) -> None:
     code, out, err = run("diff", root / "rows", root / "columns")
     assert (code, err) == (0, "")
-    assert out == "nothing differs: 1 tensors and 1 other values in both, 384 B compared\n"
+    assert out == "nothing differs: 1 tensor and 1 other value in both, 384 B compared\n"
     code, out, _ = run("diff", root / "rows", root / "other")
     assert code == 1
     lines = [line.split() for line in out.splitlines()]
@@ -224,7 +224,7 @@ def test_exit_codes_are_those_of_diff(root: Path, run: Run) -> None:
     assert ["lr", "object", "0.1", "0.2"] in lines
     assert "47 of 48 elements, by at most 47, first at [0, 1]" in out
     assert run("diff", root / "rows", root / "other", "--no-values")[0] == 0
-    assert run("diff", root / "rows", root / "other", "--keys", "nix")[0] == 0
+    assert run("diff", root / "rows", root / "other", "--keys", "nix")[0] == 2
     assert run("diff", root / "rows", root / "nowhere")[0] == 2
     assert run("diff", root / "rows")[0] == 2
 

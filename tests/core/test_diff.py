@@ -22,6 +22,7 @@ from dcp_core.execution.filesystem import FileSystemReader
 from dcp_core.execution.huggingface import HuggingFaceReader
 from dcp_core.inspection import value_differences
 from dcp_core.inspection.comparison import Comparison, Difference, compare
+from dcp_core.inspection.scope import Scope
 from dcp_core.inspection.value_differences import split
 from dcp_core.state_path import PerRank
 from dcp_core.testing.numpy_ranks import NumpyRankAdapter, ShardedArray, even_boxes
@@ -219,7 +220,7 @@ def test_what_cannot_be_read_is_told_and_the_rest_is_compared(tmp_path: Path) ->
     data.unlink()
     found = compare(one, other)
     assert [(each.key, each.kind) for each in found.differences] == [("step", "object"), ("x", "unreadable")]
-    assert data.name in found.differences[1].a
+    assert (found.differences[1].a, data.name in found.differences[1].b) == ("", True)
     assert not found.is_sure
 
 
@@ -228,7 +229,7 @@ def test_what_can_be_read_is_compared_though_it_was_to_be_read_together_with_wha
         run_ranks(save_cut, WORLD, tmp_path / name, 0, spoiled)
     (tmp_path / "b" / "_rank1_.safetensors").unlink()
     found = compare(
-        FileSystemReader(tmp_path / "a"), FileSystemReader(tmp_path / "b"), wanted=lambda name: name in "wb"
+        FileSystemReader(tmp_path / "a"), FileSystemReader(tmp_path / "b"), Scope(wanted=lambda name: name in "wb")
     )
     assert [(each.key, each.kind) for each in found.differences] == [("w", "unreadable")]
     assert found.nbytes == 5 * 8
@@ -253,7 +254,7 @@ def test_without_values_nothing_but_descriptions_is_read(tmp_path: Path) -> None
     one, other = save(tmp_path / "a", {"x": np.ones(3), "n": 1}), save(tmp_path / "b", {"x": np.zeros(3), "n": 2})
     for data in [*(tmp_path / "a").glob("_rank*"), *(tmp_path / "b").glob("_rank*")]:
         data.unlink()
-    found = compare(one, other, values=False)
+    found = compare(one, other, Scope(values=False))
     assert (found.is_equal, found.nbytes, found.values_compared) == (True, 0, False)
 
 
@@ -261,7 +262,7 @@ def test_only_wanted_names_are_compared_and_progress_is_told(tmp_path: Path) -> 
     state = {"a": {"x": np.ones(3)}, "b": {"x": np.ones(5)}, "n": 1}
     told: list[int] = []
     one, other = save(tmp_path / "a", state), save(tmp_path / "b", {"b": {"x": np.ones(5)}})
-    found = compare(one, other, wanted=lambda name: name.startswith("b"), advance=told.append)
+    found = compare(one, other, Scope(wanted=lambda name: name.startswith("b")), advance=told.append)
     assert (found.is_equal, found.tensors, sum(told)) == (True, 1, 40)
 
 
