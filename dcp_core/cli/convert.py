@@ -15,12 +15,12 @@ from dcp_core.convert.huggingface_files import INDEX_NAME, refuse_beside_weights
 from dcp_core.convert.shard_sizes import MAX_SHARD_SIZE
 from dcp_core.convert.to_dcp import convert_to_dcp, stored_nbytes
 from dcp_core.convert.to_huggingface import HuggingFaceConversion
-from dcp_core.convert.torch_package import torch_package_module
 from dcp_core.errors import ArgumentError, DcpError
 from dcp_core.file_names import METADATA_NAME
 from dcp_core.inspection.detection import checkpoint_format
 from dcp_core.recipes.places import storage_at
 from dcp_core.recipes.stored_source import StoredSource
+from dcp_core.recipes.torch_package import torch_package_module
 
 _SHOWN_SKIPPED = 20
 

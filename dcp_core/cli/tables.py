@@ -15,6 +15,7 @@ from dcp_core.errors import StorageError
 _GAP = "  "
 _WIDEST = 60  # of a plain column: what is longer moves only its own row
 _SHORT = 24  # what is no longer is never broken into lines
+_FRAME = 3  # what a frame takes of the width, for each column
 
 
 def write_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
@@ -26,18 +27,18 @@ def write_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """
     rows = [[printable(cell) for cell in row] for row in rows]
     rich = _rich() if sys.stdout.isatty() else None
-    if rich is None:
+    console = None if rich is None else rich[0]()
+    widths = [max(map(width_of, column)) for column in zip(header, *rows, strict=True)]
+    if rich is None or console is None or sum(min(width, _SHORT) + _FRAME for width in widths) > console.width:
         write_text(plain_table(header, rows))
         return
-    console, table_type, text_type = rich
+    _, table_type, text_type = rich
     table = table_type()
-    for column, name in enumerate(header):
-        longest = max((len(row[column]) for row in rows), default=0)
-        is_whole = column > 0 and longest <= _SHORT  # names may be broken into lines, never cut short
-        table.add_column(name, no_wrap=is_whole, overflow="fold")
+    for name, width in zip(header, widths, strict=True):  # long cells are broken into lines, none is cut short
+        table.add_column(name, no_wrap=width <= _SHORT, overflow="fold")
     for row in rows:
         table.add_row(*[text_type(cell) for cell in row])  # as text: what stands in brackets is no markup
-    _print(console(), table)
+    _print(console, table)
 
 
 def plain_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -84,7 +84,7 @@ def _write(report: VerifyReport) -> None:
 
 
 def _checked(report: VerifyReport) -> str:
-    if report.format == "huggingface":
+    if report.format != "dcp":
         return "no checksums to compare with"
     if report.is_quick:
         return "not compared with checksums"

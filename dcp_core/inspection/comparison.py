@@ -26,6 +26,8 @@ from dcp_core.metadata import EVERY_RANK, StoredObject, StoredTensor
 from dcp_core.recipes.stored_source import StoredSource
 from dcp_core.state_path import decode_path
 
+_ATTEMPTS = 3  # where a save replaces what is compared
+
 DifferenceKind = Literal[
     "only in a", "only in b", "kind", "ranks", "type", "shape", "part", "values", "object", "path", "unreadable"
 ]
@@ -103,7 +105,7 @@ class Comparison:
 def compare(
     a: StorageReader, b: StorageReader, scope: Scope | None = None, *, advance: Callable[[int], None] | None = None
 ) -> Comparison:
-    """Compare two checkpoints.
+    """Compare two checkpoints. Where a save replaces one of them meanwhile, the new one is compared.
 
     Args:
         a: A reader that was made for the first one.
@@ -116,8 +118,21 @@ def compare(
         ArgumentError: A rank that one of them does not have; names that cannot be changed like that.
     """
     scope = scope or Scope()
-    sides = _opened(a, scope.rank), _opened(b, scope.rank)
-    return _Comparing(sides, scope, advance or (lambda nbytes: None)).run()
+    readers = a, b
+    for _ in range(_ATTEMPTS):
+        sides = _opened(a, scope.rank), _opened(b, scope.rank)
+        found = _Comparing(sides, scope, advance or (lambda nbytes: None)).run()
+        if found.is_sure or not any(map(_is_replaced, readers, sides, (scope.rank, scope.rank))):
+            break
+    return found
+
+
+def _is_replaced(reader: StorageReader, side: StoredSource, rank: int | None) -> bool:
+    """Whether a save has put another description in the place of the one that was read."""
+    try:
+        return open_metadata(reader, rank).source.save.save_id != side.metadata.source.save.save_id
+    except DcpError:
+        return False
 
 
 def compared_nbytes(reader: StorageReader, scope: Scope) -> int:

@@ -48,7 +48,9 @@ class Tolerance:
     def exceeded(self, one: npt.NDArray[Any], two: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
         """Where numbers are further apart."""
         with np.errstate(all="ignore"):
-            return ~np.isclose(one, two, rtol=self.relative, atol=self.absolute, equal_nan=True)
+            near = (np.abs(one - two) <= self.absolute + self.relative * np.abs(two)) & np.isfinite(two)
+        same: npt.NDArray[np.bool_] = near | (one == two) | (np.isnan(one) & np.isnan(two))
+        return ~same
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,7 @@ from dcp_core.inspection.huggingface import verify_huggingface
 from dcp_core.inspection.links import outside_links
 from dcp_core.inspection.report import Problem, Stray, VerifyReport, keys_text, merged
 from dcp_core.inspection.strays import find_strays
+from dcp_core.inspection.torch_dcp import verify_torch_dcp
 from dcp_core.plugins import open_storage
 from dcp_core.recipes.places import storage_at
 from dcp_core.state_path import decode_path
@@ -48,8 +49,8 @@ def verify(checkpoint_id: CheckpointId, *, quick: bool = False, progress: Progre
     """Tell whether a checkpoint is whole, and everything that is wrong with it.
 
     Reads all of it, in bounded memory and with a thread for every core, and compares each block with its checksum.
-    Changes nothing, and runs no code that lies in the checkpoint. Safetensors as Hugging Face lays them out have no
-    checksums: there, headers, sizes, the index and coverage are checked.
+    Changes nothing, and runs no code that lies in the checkpoint. Safetensors as Hugging Face lays them out, and what
+    torch DCP writes, have no checksums: there, headers, sizes, the index or description, and coverage are checked.
 
     Args:
         checkpoint_id: The checkpoint's directory, as a path or URL; or a safetensors file, or an index of such.
@@ -60,14 +61,16 @@ def verify(checkpoint_id: CheckpointId, *, quick: bool = False, progress: Progre
         What was found; `is_whole` sums it up, and `raise_problems` makes an error of it.
 
     Raises:
-        ArgumentError: No path, or a checkpoint that this cannot verify, such as one of torch DCP.
+        ArgumentError: No path, or what this cannot verify: a file of `torch.save`; torch DCP's, and torch is not
+            installed.
         NotFoundError: There is nothing that a save has left.
         StorageError: The directory cannot be read.
     """
     began = time.perf_counter()
     place = redacted(str(checkpoint_id))
-    if _kind_of(checkpoint_id) == "huggingface":
-        return replace(verify_huggingface(checkpoint_id), place=place, seconds=time.perf_counter() - began)
+    other = _OTHER_FORMATS.get(_kind_of(checkpoint_id))
+    if other is not None:
+        return replace(other(checkpoint_id), place=place, is_quick=quick, seconds=time.perf_counter() - began)
     reader = FileSystemReader(open_url=open_storage)
     for _ in range(_ATTEMPTS):
         reader.initialize_reader(checkpoint_id)
@@ -95,13 +98,18 @@ def _kind_of(path: CheckpointId) -> str:
         if not is_other_url(path):
             raise
         return "dcp"  # a store that cannot list: whether it has a description is found out by its name
-    if kind in ("torch-dcp", "torch"):
-        what = "torch DCP" if kind == "torch-dcp" else "torch.save"
+    if kind == "torch":
         raise ArgumentError(
-            f"what lies at {redacted(str(path))!r} was written by {what}, with nothing that could be verified; "
+            f"what lies at {redacted(str(path))!r} was written by torch.save, with nothing that could be verified; "
             "`dcp convert --to dcp` makes a checkpoint with checksums of it"
         )
     return kind
+
+
+_OTHER_FORMATS: dict[str, Callable[[CheckpointId], VerifyReport]] = {
+    "huggingface": verify_huggingface,
+    "torch-dcp": verify_torch_dcp,
+}
 
 
 @dataclass(slots=True, eq=False)
