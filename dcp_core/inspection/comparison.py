@@ -224,11 +224,10 @@ class _Comparing:
         for number, tally in comparer.tallies.items():
             key, row_a, row_b = entries[number]
             failed = comparer.errors.get(number)
-            shown = self._described(0, row_a), self._described(1, row_b)
             if failed is not None:
                 yield _unreadable(key, failed.side, failed.error)
             elif self._scope.types and not self._is_one_type(row_a, row_b):
-                yield _tallied(key, "type", shown, tally)
+                yield _tallied(key, "type", (self._described(0, row_a), self._described(1, row_b)), tally)
             elif tally.differing:
                 yield _tallied(key, "values", (tally.first_a, tally.first_b), tally)
 
@@ -241,30 +240,27 @@ class _Comparing:
         """Compare what describes a tensor, and have its values compared."""
         paths = self._columns[0].tensors.paths[row_a], self._columns[1].tensors.paths[row_b]
         yield from self._path(key, *paths)
-        shown = self._described(0, row_a), self._described(1, row_b)
-        try:
-            stored = self._stored(0, row_a), self._stored(1, row_b)
-        except DcpError as error:
-            yield _unreadable(key, 0, error)
-            return
+        stored = self._stored(0, row_a), self._stored(1, row_b)
         if stored[0].shape != stored[1].shape:
-            yield _difference(key, "shape", *shown)
+            yield _difference(key, "shape", self._described(0, row_a), self._described(1, row_b))
         elif all(self._is_part) and not _are_same_boxes(stored):
             yield _difference(key, "part", *(_part_text(each) for each in stored))
         elif self._scope.values:
             partial = next((each for each, is_part in zip(stored, self._is_part, strict=True) if is_part), None)
             comparer.add(number, stored, None if partial is None else boxes_of(partial))
         elif self._scope.types and stored[0].dtype != stored[1].dtype:
-            yield _difference(key, "type", *shown)
+            yield _difference(key, "type", self._described(0, row_a), self._described(1, row_b))
 
     def _count(self, nbytes: int) -> None:
         self._nbytes += nbytes
         self._advance(nbytes)
 
     def _stored(self, side: int, row: int) -> StoredTensor:
-        tensors = self._columns[side].tensors
-        found = self._sides[side].metadata.source.tensors(tensors.names[row])
-        return next(stored for stored in found if stored.rank == int(tensors.rank[row]))
+        columns = self._columns[side]
+        tensors, ndim = columns.tensors, int(columns.tensors.ndim[row])
+        own = columns.chunks.part(slice(int(tensors.row[row]), int(tensors.row[row + 1])), ndim)
+        dtype, shape = BY_CODE[int(tensors.dtype[row])], tuple(tensors.shape[row, :ndim].tolist())
+        return StoredTensor(tensors.names[row], (), int(tensors.rank[row]), dtype, shape, own)
 
     def _path(self, key: Key, path_a: bytes, path_b: bytes) -> Iterator[Difference]:
         """Two paths of one name, such as a position in a list and a key; of one component is what has no nesting."""

@@ -28,7 +28,7 @@ PIECE_BYTES = 4 << 20
 """Of one side of one piece, at most, unless one element is larger."""
 
 BATCH_BYTES = 16 << 20
-BATCH_PIECES = 512
+BATCH_PIECES = 4096
 """What is read at once of each side: so many bytes, so many pieces."""
 
 _SMALL_BOX_BYTES = 256 << 10
