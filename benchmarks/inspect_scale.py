@@ -1,4 +1,4 @@
-"""What `dcp inspect` and `dcp verify --quick` cost where a checkpoint has millions of boxes.
+"""What `dcp inspect`, `dcp verify --quick` and `dcp diff --no-values` cost where a checkpoint has millions of boxes.
 
     python -m benchmarks.inspect_scale --ranks 512 8192 --json inspect_scale.json
 
@@ -24,7 +24,7 @@ from benchmarks.machine import write_json
 from benchmarks.plan_scale import CUTS, SAVE_ID, Case, body_of, median_of, metadata_of, rank_table, run_apart
 from benchmarks.workloads import MIB
 
-MEASURES = ("inspect", "picture", "verify --quick")
+MEASURES = ("inspect", "picture", "verify --quick", "diff --no-values")
 
 
 def build(directory: Path, ranks: int, cut: str) -> None:
@@ -49,14 +49,14 @@ def build(directory: Path, ranks: int, cut: str) -> None:
 
 def measure(ranks: int, cut: str, name: str, directory: str) -> Case:
     """Run one command."""
-    from dcp_core.cli import inspect, verify  # noqa: F401  # as loaded as they are when a command runs
+    from dcp_core.cli import diff, inspect, verify  # noqa: F401  # as loaded as they are when a command runs
     from dcp_core.cli.main import main
 
     case = Case(ranks, cut, 1, name)
     command, *options = name.split() if name != "picture" else ("inspect", "--tensor", "model.layers.007.weight")
     before = resident_peak()
     with case.timed("command"), contextlib.redirect_stdout(io.StringIO()):
-        code = main([command, directory, *options])
+        code = main([command, *[directory] * (2 if command == "diff" else 1), *options])
     assert code == 0, f"{name} ended with {code}"
     case.sizes["above_mib"] = (resident_peak() - before) / MIB
     return case

@@ -15,7 +15,6 @@ from dcp_core.adapter import Adapter
 from dcp_core.convert import offline
 from dcp_core.convert.shard_sizes import MAX_SHARD_SIZE
 from dcp_core.convert.to_huggingface import ConversionReport, HuggingFaceConversion
-from dcp_core.convert.torch_package import torch_package_module
 from dcp_core.dtype import DType
 from dcp_core.errors import UnsupportedValueError
 from dcp_core.execution.interfaces import CheckpointId, StorageReader
@@ -24,6 +23,7 @@ from dcp_core.formats.key_map import KeyMap
 from dcp_core.metadata import Metadata
 from dcp_core.plugins import adapter_named
 from dcp_core.recipes.places import dcp_reader
+from dcp_core.recipes.torch_package import torch_package_module
 
 __all__ = [
     "ConversionReport",

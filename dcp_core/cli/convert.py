@@ -7,21 +7,20 @@ What lies at SRC is found out by looking: a checkpoint of this library or of tor
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable, Sequence
 
 from dcp_core.cli.sources import FORMATS, open_reader
-from dcp_core.cli.tables import shown_bytes, write_table
+from dcp_core.cli.tables import shown_bytes, write_line, write_table
 from dcp_core.convert.huggingface_files import INDEX_NAME, refuse_beside_weights
 from dcp_core.convert.shard_sizes import MAX_SHARD_SIZE
 from dcp_core.convert.to_dcp import convert_to_dcp, stored_nbytes
 from dcp_core.convert.to_huggingface import HuggingFaceConversion
-from dcp_core.convert.torch_package import torch_package_module
 from dcp_core.errors import ArgumentError, DcpError
 from dcp_core.file_names import METADATA_NAME
 from dcp_core.inspection.detection import checkpoint_format
 from dcp_core.recipes.places import storage_at
 from dcp_core.recipes.stored_source import StoredSource
+from dcp_core.recipes.torch_package import torch_package_module
 
 _SHOWN_SKIPPED = 20
 
@@ -78,7 +77,7 @@ def _to_huggingface(arguments: argparse.Namespace, source: str) -> int:
         _write_objection(lambda: conversion.check_target(arguments.dst, overwrite=arguments.overwrite))
         return 0
     report = conversion.run(arguments.dst, overwrite=arguments.overwrite, durable=not arguments.not_durable)
-    sys.stdout.write(f"wrote {report.tensors} tensors, {shown_bytes(report.nbytes)}, to {arguments.dst}\n")
+    write_line(f"wrote {report.tensors} tensors, {shown_bytes(report.nbytes)}, to {arguments.dst}")
     _write_skipped([(entry.name, entry.reason) for entry in report.skipped])
     return 0
 
@@ -96,7 +95,7 @@ def _to_dcp(arguments: argparse.Namespace, source: str) -> int:
             raise ArgumentError("--dry-run cannot look into files of torch.save without reading them")
         module = torch_package_module("offline_transform")
         module.convert_full_checkpoint_to_dcp(arguments.src, arguments.dst, "torch", durable=durable)
-        sys.stdout.write(f"wrote {arguments.dst}\n")
+        write_line(f"wrote {arguments.dst}")
         return 0
     reader = open_reader(arguments.src, source, dict(arguments.rename) or None)
     if arguments.dry_run:
@@ -109,11 +108,11 @@ def _to_dcp(arguments: argparse.Namespace, source: str) -> int:
         ]
         rows += [(entry.name, "value", "", "") for entry in opened.objects()]
         write_table(("would write", "type", "shape", "bytes"), rows)
-        sys.stdout.write(f"{len(tensors)} tensors, {shown_bytes(sum(map(stored_nbytes, tensors)))}\n")
+        write_line(f"{len(tensors)} tensors, {shown_bytes(sum(map(stored_nbytes, tensors)))}")
         _write_objection(lambda: _check_target(arguments.dst, overwrite=arguments.overwrite))
         return 0
     metadata = convert_to_dcp(reader, arguments.dst, durable=durable)
-    sys.stdout.write(f"wrote {len(metadata.state_dict_metadata)} tensors and values to {arguments.dst}\n")
+    write_line(f"wrote {len(metadata.state_dict_metadata)} tensors and values to {arguments.dst}")
     return 0
 
 
@@ -129,13 +128,13 @@ def _write_objection(check: Callable[[], object]) -> None:
     try:
         check()
     except DcpError as error:
-        sys.stdout.write(f"as it is, this would be refused: {error}\n")
+        write_line(f"as it is, this would be refused: {error}")
 
 
 def _write_skipped(skipped: Sequence[tuple[str, str]]) -> None:
     if not skipped:
         return
-    sys.stdout.write(f"not converted: {len(skipped)}\n")
+    write_line(f"not converted: {len(skipped)}")
     write_table(("name", "why"), skipped[:_SHOWN_SKIPPED])
     if len(skipped) > _SHOWN_SKIPPED:
-        sys.stdout.write(f"and {len(skipped) - _SHOWN_SKIPPED} more\n")
+        write_line(f"and {len(skipped) - _SHOWN_SKIPPED} more")

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import io
 import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dcp_core import __version__
-from dcp_core.cli.tables import write_error
+from dcp_core.cli.tables import flush_output, write_error
 from dcp_core.errors import ArgumentError, DcpError
 
 OK, NOT_WELL, USAGE = 0, 1, 2
@@ -56,16 +57,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit code.
     """
+    _prepare_streams()
     try:
         return _run(list(sys.argv[1:] if arguments is None else arguments))
     except DcpError as error:
         write_error(error)
         return USAGE if isinstance(error, ArgumentError) else NOT_WELL
-    except BrokenPipeError:  # whoever read the output, `head` for instance, has enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return OK
     except KeyboardInterrupt:
+        write_error("interrupted")
         return _INTERRUPTED
+
+
+def _prepare_streams() -> None:
+    """See that whatever is written can be: by a process without stdout, and in any encoding."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115  # for the whole process
+        elif isinstance(stream, io.TextIOWrapper) and stream.errors in ("strict", "surrogateescape"):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def _run(arguments: list[str]) -> int:
@@ -85,7 +95,7 @@ def _run(arguments: list[str]) -> int:
         return ended.code if isinstance(ended.code, int) else USAGE
     assert module is not None, "argparse has refused every other name"
     code = int(module.run(parsed))
-    sys.stdout.flush()
+    flush_output()
     return code
 
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 import warnings
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
 from dcp_core import plugins
-from dcp_core.cli.tables import write_table
+from dcp_core.cli.tables import write_json, write_table
 from dcp_core.hookspecs import KINDS, Entry
 from dcp_core.plugin_checks import weight_problem
 from dcp_core.plugin_discovery import PluginRecord
@@ -60,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
         warnings.simplefilter("ignore")  # the list tells of broken plugins
         reports = [_report(record, check=arguments.check) for record in plugins.plugins()]
     if arguments.json:
-        sys.stdout.write(json.dumps({"plugins": [asdict(report) for report in reports]}, indent=2) + "\n")
+        write_json({"plugins": [asdict(report) for report in reports]})
     else:
         write_table(_HEADER, [row for report in reports for row in _rows(report)])
     return 0 if all(report.is_well for report in reports) else 1

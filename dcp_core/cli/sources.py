@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dcp_core.convert.torch_package import torch_package_module
 from dcp_core.errors import ArgumentError
 from dcp_core.execution.interfaces import StorageReader
 from dcp_core.recipes.places import dcp_reader, huggingface_reader
+from dcp_core.recipes.torch_package import torch_package_module
 
 FORMATS = ("dcp", "torch-dcp", "huggingface", "torch")
 

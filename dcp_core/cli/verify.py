@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 from contextlib import ExitStack
 
-from dcp_core.cli.tables import shown_bytes, write_error, write_line, write_table
+from dcp_core.cli.tables import counted, shown_bytes, write_error, write_json, write_line, write_table
 from dcp_core.convert.progress import Advance, progress_bar
-from dcp_core.errors import NotFoundError
+from dcp_core.errors import ArgumentError, DcpError, NotFoundError
 from dcp_core.inspection.report import Problem, VerifyReport, keys_text
+from dcp_core.inspection.text_picture import boxes_text
 from dcp_core.inspection.verify import verify
+from dcp_core.storage.urls import redacted
 
 _WHOLE, _DAMAGED, _NO_CHECKPOINT = 0, 1, 2
 _SHOWN_PROBLEMS = 100
@@ -21,26 +21,34 @@ _SHOWN_STRAYS = 20
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.add_argument(
-        "path", metavar="PATH", help="the checkpoint: a directory or URL; or safetensors, or their index"
+        "paths", metavar="PATH", nargs="+", help="a checkpoint: a directory or URL; or safetensors, or their index"
     )
     parser.add_argument("--quick", action="store_true", help="leave the checksums of data out: reads next to nothing")
-    parser.add_argument("--json", action="store_true", help="write one JSON object")
-    parser.epilog = "exit codes: 0 whole, 1 not whole, 2 no checkpoint, or wrong arguments"
+    parser.add_argument("--json", action="store_true", help="write one JSON object; of several paths, an array of them")
+    parser.epilog = "exit codes: 0 whole, 1 not whole, 2 no checkpoint, or wrong arguments; of several, the highest"
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Verify; 0 when the checkpoint is whole, 1 when it is not, 2 when there is none."""
-    try:
-        with _Bar() as bar:
-            report = verify(arguments.path, quick=arguments.quick, progress=bar)
-    except NotFoundError as error:
-        write_error(error)
-        return _NO_CHECKPOINT
-    if arguments.json:
-        sys.stdout.write(json.dumps(report.to_values(), indent=2) + "\n")
-    else:
-        _write(report)
-    return _WHOLE if report.is_whole else _DAMAGED
+    """Verify; 0 when the checkpoints are whole, 1 when one is not, 2 when there is none."""
+    codes, values = [], []
+    for path in arguments.paths:
+        try:
+            with _Bar() as bar:
+                report = verify(path, quick=arguments.quick, progress=bar)
+        except DcpError as error:
+            write_error(error)
+            codes.append(_NO_CHECKPOINT if isinstance(error, (NotFoundError, ArgumentError)) else _DAMAGED)
+            values.append({"place": redacted(path), "error": str(error)})
+            continue
+        codes.append(_WHOLE if report.is_whole else _DAMAGED)
+        values.append(report.to_values())
+        if not arguments.json:
+            _write(report)
+    if arguments.json and len(values) > 1:
+        write_json(values)
+    elif arguments.json and "error" not in values[0]:
+        write_json(values[0])
+    return max(codes)
 
 
 def _write(report: VerifyReport) -> None:
@@ -48,14 +56,15 @@ def _write(report: VerifyReport) -> None:
     if report.is_whole:
         verdict = ("whole", "bold green") if not report.is_quick else ("whole, as far as a quick look tells", "green")
     else:
-        verdict = (f"{count} problem{'s' * (count != 1)}", "bold red")
+        verdict = (counted(count, "problem"), "bold red")
     write_line((f"{report.place}: ", "bold"), verdict)
     for save_id in report.save_ids[:1]:
         more = f" and {len(report.save_ids) - 1} more" if len(report.save_ids) > 1 else ""
         write_line(f"  save {save_id}{more}")
     if report.format != "none":
-        write_line(f"  {report.tensors} tensors in {report.chunks} boxes, {report.objects} other values")
-        write_line(f"  {report.files} data files, {shown_bytes(report.nbytes)}; {_checked(report)}")
+        tensors, values = counted(report.tensors, "tensor"), counted(report.objects, "other value")
+        write_line(f"  {tensors} in {boxes_text(report.chunks)}, {values}")
+        write_line(f"  {counted(report.files, 'data file')}, {shown_bytes(report.nbytes)}; {_checked(report)}")
     for note in report.notes:
         write_line("  note: ", note)
     for problem in report.problems[:_SHOWN_PROBLEMS]:
@@ -63,9 +72,8 @@ def _write(report: VerifyReport) -> None:
     if count > _SHOWN_PROBLEMS:
         write_line(f"and {count - _SHOWN_PROBLEMS} more problems (--json lists up to {len(report.problems)})")
     if report.strays:
-        write_line(
-            f"{len(report.strays)} other name{'s' * (len(report.strays) != 1)} in the directory, which do no harm:"
-        )
+        harm = "which does no harm" if len(report.strays) == 1 else "which do no harm"
+        write_line(f"{counted(len(report.strays), 'other name')} in the directory, {harm}:")
         rows = [
             (stray.name, stray.kind, "" if stray.nbytes is None else shown_bytes(stray.nbytes), stray.text)
             for stray in report.strays[:_SHOWN_STRAYS]
@@ -76,7 +84,7 @@ def _write(report: VerifyReport) -> None:
 
 
 def _checked(report: VerifyReport) -> str:
-    if report.format == "huggingface":
+    if report.format != "dcp":
         return "no checksums to compare with"
     if report.is_quick:
         return "not compared with checksums"

@@ -6,10 +6,8 @@ looks at.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from fnmatch import translate
 from functools import reduce
 from typing import Any
 
@@ -138,13 +136,13 @@ class Census:
         most = int(np.argmax(written))
         return Balance(count, len(np.unique(ranks)), int(written[most]), most, float(written.sum()) / count)
 
-    def rows_of(self, pattern: str | None) -> list[int]:
-        """The tensors whose names match a pattern of the shell; None: all."""
-        return _matching(self.columns.tensors.names, pattern)
+    def rows_of(self, wanted: Callable[[str], bool], rank: int | None = None) -> list[int]:
+        """The tensors whose names are wanted; with a rank, without the own values of other ranks."""
+        return _chosen(self.columns.tensors.names, self.columns.tensors.rank, wanted, rank)
 
-    def object_rows_of(self, pattern: str | None) -> list[int]:
-        """The objects whose names match a pattern of the shell; None: all."""
-        return _matching(self.columns.objects.names, pattern)
+    def object_rows_of(self, wanted: Callable[[str], bool], rank: int | None = None) -> list[int]:
+        """The objects whose names are wanted; with a rank, without the own values of other ranks."""
+        return _chosen(self.columns.objects.names, self.columns.objects.rank, wanted, rank)
 
     def tensors(self, rows: Iterable[int]) -> list[TensorEntry]:
         """Some tensors."""
@@ -263,11 +261,14 @@ def _distinct_files(owner: Int64, file: npt.NDArray[np.int32], tensors: int, fil
     return np.bincount(key[is_new] // max(files, 1), minlength=tensors).astype(np.int64)
 
 
-def _matching(names: Sequence[str], pattern: str | None) -> list[int]:
-    if pattern is None:
-        return list(range(len(names)))
-    matches = re.compile(translate(pattern)).match
-    return [row for row, name in enumerate(names) if matches(name)]
+def _chosen(
+    names: Sequence[str], ranks: npt.NDArray[np.int32], wanted: Callable[[str], bool], rank: int | None
+) -> list[int]:  # fmt: skip
+    rows = [row for row, name in enumerate(names) if wanted(name)]
+    if rank is None:
+        return rows
+    mine = (ranks == EVERY_RANK) | (ranks == rank)
+    return [row for row in rows if mine[row]]
 
 
 def as_values(entry: Any) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from dcp_core.formats.checksums import BLOCK_BYTES, ChecksumTable, block_checksu
 from dcp_core.formats.objects import pickled_classes
 from dcp_core.formats.safetensors_file import SAVE_ID_START, FileFacts, check_facts, check_save_id, read_checksums
 from dcp_core.inspection.description import ChunkNames
-from dcp_core.inspection.report import Problem, damaged_text
+from dcp_core.inspection.report import RETRY, Problem, damaged_text
 from dcp_core.metadata import FileColumns, SaveRecord
 from dcp_core.storage.base import ReadHandle, Storage
 
@@ -168,7 +168,7 @@ class DataChecker:
             return Problem("wrong size", str(error), facts.name, keys, more)
         if isinstance(error, CorruptError):
             return Problem("damaged header", str(error), facts.name, keys, more)
-        return Problem("unreadable", str(error), facts.name, keys, more, remedy="check the disk, then verify again")
+        return Problem("unreadable", str(error), facts.name, keys, more, remedy=RETRY)
 
     # --- tensors -------------------------------------------------------------------------------------
 
@@ -257,7 +257,7 @@ class DataChecker:
         except DcpError as error:
             keys, more = self._range_names(file.row, start, edges[-1])
             problem = Problem("unreadable", str(error), file.facts.name, keys, more, file.facts.data_start + start,
-                              nbytes, remedy="check the disk, then verify again")  # fmt: skip
+                              nbytes, remedy=RETRY)  # fmt: skip
             return [problem]
         expected = file.table.block[part.first : part.first + len(edges) - 1].tolist()
         return [

@@ -11,17 +11,22 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from dcp_core.errors import DcpError, NewerVersionError, NotFoundError
+from dcp_core.errors import ArgumentError, DcpError, NewerVersionError, NotFoundError, StorageError
+from dcp_core.execution.filesystem import FileSystemReader
+from dcp_core.execution.interfaces import StorageReader
 from dcp_core.execution.present_metadata import open_present
+from dcp_core.file_names import parse_rank_metadata_name
 from dcp_core.formats.columns_source import ColumnsSource, MetadataColumns
 from dcp_core.formats.metadata_file import MetadataFile
-from dcp_core.inspection.report import KEYS_NAMED, Problem
-from dcp_core.metadata import EVERY_RANK, ChunkColumns, FileColumns, Int64, MetadataSource
+from dcp_core.inspection.report import KEYS_NAMED, RETRY, Problem
+from dcp_core.metadata import EVERY_RANK, ChunkColumns, FileColumns, Int64, Metadata, MetadataSource
 from dcp_core.planning.tiling import TilingFault, check_tiling
 from dcp_core.storage.base import Storage
 
 MAX_FAULTS = 1000
 """Holes and overlaps that are listed at most: each costs a search."""
+
+_RANKS_SHOWN = 8
 
 Mask = npt.NDArray[np.bool_]
 
@@ -62,6 +67,44 @@ def columns_of(source: MetadataSource) -> MetadataColumns:
     return source.columns
 
 
+def open_metadata(reader: StorageReader, rank: int | None) -> Metadata:
+    """Open the description of all ranks, or of one that saved alone.
+
+    Args:
+        reader: Has been initialised.
+        rank: Whose description, where there is none of all ranks.
+
+    Raises:
+        NotFoundError: There is none; it says what else there is.
+        ArgumentError: There is one of all ranks, and they were fewer.
+        DcpError: It cannot be read.
+    """
+    try:
+        metadata = reader.load_metadata()
+    except NotFoundError as error:
+        return _of_one_rank(reader, rank, error)
+    world = metadata.source.writer.world_size
+    if rank is not None and isinstance(metadata.source, MetadataFile) and not 0 <= rank < world:
+        raise ArgumentError(f"there is no rank {rank} in {_place_of(reader)}: it was saved by {world} ranks, from 0 on")
+    return metadata
+
+
+def _of_one_rank(reader: StorageReader, rank: int | None, error: NotFoundError) -> Metadata:
+    names = reader.storage.list() if isinstance(reader, FileSystemReader) else []
+    alone = sorted(number for name in names if (number := parse_rank_metadata_name(name)) is not None)
+    if not alone:
+        raise error
+    if rank in alone:
+        return reader.load_metadata(rank)
+    shown = ", ".join(map(str, alone[:_RANKS_SHOWN])) + (", ..." if len(alone) > _RANKS_SHOWN else "")
+    which = "no checkpoint of all ranks" if rank is None else f"nothing that rank {rank} saved"
+    raise NotFoundError(f"there is {which} in {_place_of(reader)}; these ranks saved alone there: {shown}. Pass --rank")
+
+
+def _place_of(reader: StorageReader) -> str:
+    return reader.storage.describe() if isinstance(reader, FileSystemReader) else "the checkpoint"
+
+
 def read_description(storage: Storage, name: str) -> Description:
     """Read all of a description. Never raises a `DcpError`: it becomes a problem."""
     try:
@@ -71,6 +114,8 @@ def read_description(storage: Storage, name: str) -> Description:
         return Description(name, problems=[Problem("newer version", str(error), name, remedy=remedy)])
     except NotFoundError as error:
         return Description(name, problems=[Problem("no checkpoint", str(error), name)])
+    except StorageError as error:
+        return Description(name, problems=[Problem("unreadable", str(error), name, remedy=RETRY)])
     except DcpError as error:
         return Description(name, problems=[Problem("damaged description", str(error), name)])
     problems: list[Problem] = []
@@ -87,6 +132,8 @@ def _damaged_blocks(source: MetadataFile, name: str, error: DcpError) -> list[Pr
     """All blocks that are damaged; what was raised, where each of them fits its digest."""
     try:
         found = source.damaged_blocks()
+    except StorageError as other:
+        return [Problem("unreadable", str(other), name, remedy=RETRY)]
     except DcpError as other:
         return [Problem("damaged description", str(other), name)]
     if not found:

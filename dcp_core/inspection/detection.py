@@ -19,10 +19,12 @@ from dcp_core.formats.block_container import FIRST_READ_NBYTES, foreign_kind
 from dcp_core.recipes.places import storage_at
 from dcp_core.storage.base import Storage
 from dcp_core.storage.leftovers import parse_temporary_name
+from dcp_core.storage.urls import redacted
 
 _SAFETENSORS = (".safetensors", ".safetensors.index.json")
 _TORCH = (".bin", ".pt", ".pth")
-_EXPECTED = "expected .metadata, or *.safetensors, or a file of torch.save"
+_FILES = "*.safetensors, or a file of torch.save"
+_EXPECTED = f"expected .metadata, or {_FILES}"
 _SHOWN = 4
 
 
@@ -36,9 +38,10 @@ def checkpoint_format(path: CheckpointId) -> str:
     Raises:
         ArgumentError: None of these.
     """
-    name = str(path) if is_other_url(path) else local_path(path)
-    if name.endswith(_SAFETENSORS) if is_other_url(path) else os.path.isfile(name):
-        return "huggingface" if name.endswith(_SAFETENSORS) else "torch"
+    is_url = is_other_url(path)
+    name = redacted(str(path)) if is_url else local_path(path)
+    if name.endswith(_SAFETENSORS) if is_url else os.path.isfile(name):
+        return "huggingface" if name.endswith(_SAFETENSORS) else _format_of_file(name)
     storage = storage_at(path)
     try:
         names = storage.list()
@@ -53,6 +56,25 @@ def checkpoint_format(path: CheckpointId) -> str:
     if any(file.endswith(_TORCH) for file in names):
         return "torch"
     raise ArgumentError(f"there is no checkpoint that is known at {name!r}: {_EXPECTED}{_hint(name)}")
+
+
+def _format_of_file(path: str) -> str:
+    """What a single file is that is no safetensors."""
+    name = os.path.basename(path)
+    if name == METADATA_NAME or has_traces((name,)):
+        raise ArgumentError(
+            f"{path!r} is a file of a checkpoint; name the directory that it lies in: {os.path.dirname(path) or '.'!r}"
+        )
+    if name.endswith(_TORCH):
+        return "torch"
+    try:
+        with open(path, "rb") as file:
+            first = file.read(FIRST_READ_NBYTES)
+    except OSError:
+        return "torch"  # whoever opens it says what is wrong
+    if not foreign_kind(first):
+        raise ArgumentError(f"{path!r} is a file of no kind that is known: expected a directory, or {_FILES}")
+    return "torch"
 
 
 def has_traces(names: Iterable[str]) -> bool:
@@ -76,5 +98,8 @@ def _first_bytes(storage: Storage) -> bytes:
 
 def _hint(path: str) -> str:
     """What else may be meant."""
-    inside = sorted(entry.name for entry in os.scandir(path) if entry.is_dir())[:_SHOWN] if os.path.isdir(path) else []
+    try:
+        inside = sorted(entry.name for entry in os.scandir(path) if entry.is_dir())[:_SHOWN]
+    except OSError:
+        return ""
     return f"; is it one of the directories in it, such as {', '.join(map(repr, inside))}?" if inside else ""

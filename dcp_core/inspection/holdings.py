@@ -11,12 +11,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice, product
 from math import prod
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from dcp_core.errors import ArgumentError, MissingKeysError
-from dcp_core.inspection.census import names_of_files
+from dcp_core.inspection.census import names_of_files, sum_by
+from dcp_core.inspection.names import like_names
 from dcp_core.metadata import EVERY_RANK, Int64, Metadata, StoredTensor
 
 
@@ -44,10 +46,23 @@ class Holdings:
     holders: tuple[str, ...]
     itemsize: int
 
-    def held(self, holder: int) -> tuple[int, int]:
-        """How many boxes, and how many bytes, one holder has."""
-        own = self.sizes[self.holder == holder]
-        return len(own), int(np.prod(own, axis=1, dtype=np.int64).sum()) * self.itemsize
+    def all_held(self) -> tuple[Int64, Int64]:
+        """How many boxes, and how many bytes, each holder has. Each of shape (len(holders),)."""
+        count = len(self.holders)
+        nbytes = sum_by(self.holder, np.prod(self.sizes, axis=1, dtype=np.int64), count) * self.itemsize
+        return np.bincount(self.holder, minlength=count).astype(np.int64), nbytes
+
+    def to_values(self) -> dict[str, Any]:
+        """As plain values for JSON."""
+        rows = zip(self.offsets.tolist(), self.sizes.tolist(), self.holder.tolist(), strict=True)
+        return {
+            "name": self.name,
+            "dtype": self.dtype,
+            "shape": list(self.shape),
+            "boxes": [
+                {"offsets": offsets, "sizes": sizes, "holder": self.holders[holder]} for offsets, sizes, holder in rows
+            ],
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +178,9 @@ def _stored(metadata: Metadata, name: str, rank: int | None) -> StoredTensor:
     if not found:
         names = metadata.source.names()
         kind = "a value, not a tensor, under" if metadata.source.objects(name) else "nothing under"
-        raise MissingKeysError(f"the checkpoint has {kind} {name!r}; it has {len(names)} keys, such as {names[:5]}")
+        like = like_names(name, names)
+        some = f"did you mean {', '.join(map(repr, like))}?" if like else f"such as {', '.join(map(repr, names[:5]))}"
+        raise MissingKeysError(f"the checkpoint has {kind} {name!r}; it has {len(names)} keys; {some}")
     if rank is None or found[0].rank == EVERY_RANK:
         return found[0]
     own = [stored for stored in found if stored.rank == rank]
@@ -192,6 +209,15 @@ def fold(holdings: Holdings, *, max_rows: int, max_columns: int, max_panels: int
     )
     whole = tuple(dim for dim in range(len(edges)) if dim not in (vertical, horizontal, *folded))
     return Folding(rows, columns, panels, count - len(panels), whole)
+
+
+def has_hole(panel: Panel, folding: Folding) -> bool:
+    """Whether some of what a panel shows is held by nobody."""
+    is_held = np.zeros((len(folding.rows.shown), len(folding.columns.shown)), np.bool_)
+    for cell in panel.cells:
+        is_held[slice(*cell.rows), slice(*cell.columns)] = True
+    is_shown = np.outer(np.array(folding.rows.shown) >= 0, np.array(folding.columns.shown) >= 0)
+    return bool((is_shown & ~is_held).any())
 
 
 def _edges(holdings: Holdings, dim: int) -> tuple[int, ...]:

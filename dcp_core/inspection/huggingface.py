@@ -6,13 +6,15 @@ In: a path. Out: a report that lists every file that is not sound, not just the 
 from __future__ import annotations
 
 from dcp_core.errors import DcpError, IncompleteError, NotFoundError
-from dcp_core.execution.huggingface import HuggingFaceReader, read_header, read_index, split_path
+from dcp_core.execution.huggingface import read_header, read_index, split_path
 from dcp_core.execution.interfaces import CheckpointId
+from dcp_core.file_names import METADATA_NAME, parse_data_file_name
 from dcp_core.formats.huggingface_directory import INDEX_SUFFIX, SUFFIX, check_choice, choose_files, parse_index
 from dcp_core.formats.huggingface_source import HuggingFaceSource
 from dcp_core.inspection.links import outside_links
 from dcp_core.inspection.report import Problem, ProblemKind, Stray, VerifyReport
 from dcp_core.inspection.strays import size_of
+from dcp_core.recipes.places import huggingface_reader
 from dcp_core.storage.base import Storage, check_name
 
 
@@ -24,7 +26,7 @@ def verify_huggingface(checkpoint_id: CheckpointId) -> VerifyReport:
         ArgumentError: It cannot be told which of several models is meant.
         StorageError: The directory cannot be read.
     """
-    reader = HuggingFaceReader(checkpoint_id)
+    reader = huggingface_reader(checkpoint_id)
     reader.initialize_reader()
     storage = reader.storage
     names = storage.list()
@@ -50,7 +52,9 @@ def verify_huggingface(checkpoint_id: CheckpointId) -> VerifyReport:
             kind = "hole" if isinstance(error, IncompleteError) else "contradiction"
             problems.append(Problem(kind, str(error)))
     own = {*wanted, *index}
-    notes = ("these files have no checksums: whether their data is what was written cannot be told",)
+    notes: tuple[str, ...] = ("these files have no checksums: whether their data is what was written cannot be told",)
+    if chosen is not None and parse_data_file_name(chosen) is not None and METADATA_NAME in names:
+        notes += ("this is a file of a checkpoint, which has checksums: verify the directory that it lies in",)
     return VerifyReport(
         storage.describe(), "huggingface", (), tensors, chunks, 0, len(wanted), nbytes, 0, False, tuple(problems), 0,
         () if chosen is not None else _strays(storage, names, own), (*notes, *outside_links(storage, sorted(own))),

@@ -16,6 +16,7 @@ ProblemKind = Literal[
 StrayKind = Literal["data file", "description", "intent record", "mailbox", "other"]
 
 RESTORE = "restore the file from a copy, or load another checkpoint"
+RETRY = "see that the file can be read here (permissions, disk, network), then verify again"
 KEYS_NAMED = 8
 
 _INCOMPLETE = ("no checkpoint", "missing file", "wrong size")
@@ -84,8 +85,8 @@ class VerifyReport:
 
     Attributes:
         place: Where the checkpoint is.
-        format: "dcp", "huggingface", or "none" where no save has been completed.
-        save_ids: The saves that it is: one, or one for each rank that saved alone. Empty for "huggingface".
+        format: "dcp", "huggingface", "torch-dcp", or "none" where no save has been completed.
+        save_ids: The saves that it is: one, or one for each rank that saved alone. Empty for other formats.
         tensors: How many are described.
         chunks: How many stored boxes.
         objects: How many values that are no tensors.
@@ -101,7 +102,7 @@ class VerifyReport:
     """
 
     place: str
-    format: Literal["dcp", "huggingface", "none"]
+    format: Literal["dcp", "huggingface", "torch-dcp", "none"]
     save_ids: tuple[str, ...] = ()
     tensors: int = 0
     chunks: int = 0

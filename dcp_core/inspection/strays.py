@@ -22,23 +22,27 @@ from dcp_core.storage.intent import is_dead, parse_intent_name
 from dcp_core.storage.leftovers import parse_mailbox_name, parse_temporary_name
 
 
-def find_strays(storage: Storage, names: Sequence[str], own: Collection[str]) -> tuple[Stray, ...]:
+def find_strays(
+    storage: Storage, names: Sequence[str], own: Collection[str], *, is_known: bool = True
+) -> tuple[Stray, ...]:  # fmt: skip
     """Say what the other names in a directory are.
 
     Args:
         storage: The directory.
         names: What is listed there.
         own: The description and the data files that it names.
+        is_known: Whether the description could be read as far as it names data files.
     """
-    return tuple(_stray(storage, name, METADATA_NAME in own) for name in names if name not in own)
+    return tuple(_stray(storage, name, METADATA_NAME in own, is_known) for name in names if name not in own)
 
 
-def _stray(storage: Storage, name: str, is_complete: bool) -> Stray:
+def _stray(storage: Storage, name: str, is_complete: bool, is_known: bool) -> Stray:
     nbytes = size_of(storage, name)
     data, temporary, mailbox = parse_data_file_name(name), parse_temporary_name(name), parse_mailbox_name(name)
     if data is not None:
         whose = f"of the save {data[3][1:]}" if data[3] else "of a save into an empty directory"
-        return Stray(name, "data file", f"data {whose}, which no description names", nbytes)
+        named = "which no description names" if is_known else "which may be part of what cannot be read"
+        return Stray(name, "data file", f"data {whose}, {named}", nbytes)
     if parse_rank_metadata_name(name) is not None:
         text = "what a rank saved alone; hidden by .metadata" if is_complete else "what another rank saved alone"
         return Stray(name, "description", text, nbytes)

@@ -12,22 +12,28 @@ from itertools import pairwise
 from math import ceil
 from xml.sax.saxutils import escape, quoteattr
 
-from dcp_core.inspection.holdings import Axis, Cell, Folding, Holdings, Panel, fold
+from dcp_core.inspection.holdings import Axis, Cell, Folding, Holdings, Panel, fold, has_hole
 from dcp_core.inspection.palette import colour_of, text_colour_on
-from dcp_core.inspection.text_picture import boxes_text, cell_label, heading, label_of, slice_text
+from dcp_core.inspection.text_picture import HoldingRun, cell_label, heading, holding_runs, label_of, slice_text
 
 MAX_PIECES = 40
 MAX_PANELS = 12
 LEGEND_ENTRIES = 64
 
 _LONG, _SHORT = 520.0, 120.0  # sides of a panel, pixels
-_LEAST = 9.0  # of a piece of an axis
+_WIDEST = 40.0  # of the room that a piece of an axis has at least
 _CHAR, _LINE = 6.7, 16.0
 _MARGIN = 20.0
 _READABLE = 12.0  # height of a box that has its holder's name
 _COPIES = 8  # of one box that are drawn
 _WIDE = 960.0
 _LEFT_OUT = "#e8e8e8"
+_HATCHED = "url(#nobody)"
+_HATCH = (
+    '<defs><pattern id="nobody" width="7" height="7" patternUnits="userSpaceOnUse">'
+    '<rect width="7" height="7" fill="#ffffff"/><path d="M0,7 L7,0" stroke="#bbbbbb" stroke-width="1"/>'
+    "</pattern></defs>"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +63,9 @@ def draw_svg(holdings: Holdings) -> str:
         The content of an SVG file, UTF-8.
     """
     folding = fold(holdings, max_rows=MAX_PIECES, max_columns=MAX_PIECES, max_panels=MAX_PANELS)
-    vertical, horizontal = _scales(folding)
     names = [label_of(holdings, holder) for holder in range(len(holdings.holders))]
+    shown = {holder for panel in folding.panels for cell in panel.cells for holder in cell.holders}
+    vertical, horizontal = _scales(folding, _CHAR * max((len(names[holder]) for holder in shown), default=0) + 5)
     left = _MARGIN + _LINE + max((_CHAR * len(str(bound)) for bound in vertical.axis.bounds), default=0.0) + 10
     across = left + horizontal.length + _MARGIN + _CHAR * len(str(horizontal.axis.bounds[-1])) / 2
     down = vertical.length + 4.2 * _LINE
@@ -74,13 +81,15 @@ def draw_svg(holdings: Holdings) -> str:
         parts.append(_text(_MARGIN, bottom + _LINE, f"and {folding.more_panels} more slices"))
         bottom += 1.5 * _LINE
     longest = max([_CHAR * len(line) + 2 * _MARGIN for line in titles])
-    width = max(across * columns + _MARGIN, longest, _WIDE if len(names) > 16 else _WIDE / 2)
-    legend, height = _legend(holdings, names, bottom, width)
+    width = max(
+        across * columns + _MARGIN, longest, _WIDE if len(holding_runs(holdings, LEGEND_ENTRIES)) > 16 else _WIDE / 2
+    )
+    legend, height = _legend(holdings, folding, bottom, width)
     return _document(width, height + _MARGIN, [*parts, *legend])
 
 
-def _scales(folding: Folding) -> tuple[_Scale, _Scale]:
-    """Both axes in proportion, as far as that can be looked at."""
+def _scales(folding: Folding, room: float) -> tuple[_Scale, _Scale]:
+    """Both axes in proportion, as far as that can be looked at: a piece has the room of a label, in pixels."""
     tall, wide = _extent(folding.rows), _extent(folding.columns)
     high, broad = _LONG, _LONG
     if folding.rows.dim is None:
@@ -89,21 +98,21 @@ def _scales(folding: Folding) -> tuple[_Scale, _Scale]:
         high = max(_LONG * tall / max(wide, 1), _SHORT)
     else:
         broad = max(_LONG * wide / max(tall, 1), _SHORT)
-    return _scale(folding.rows, high), _scale(folding.columns, broad)
+    return _scale(folding.rows, high, _READABLE + 1), _scale(folding.columns, broad, min(room, _WIDEST))
 
 
 def _extent(axis: Axis) -> int:
     return axis.edges[-1] if axis.dim is not None else 1
 
 
-def _scale(axis: Axis, length: float) -> _Scale:
+def _scale(axis: Axis, length: float, least: float) -> _Scale:
     bounds = axis.bounds
     sizes: list[float] = [stop - start for start, stop in pairwise(bounds)]
     shown = [size for size, piece in zip(sizes, axis.shown, strict=True) if piece >= 0]
     usual = sum(shown) / len(shown)
     sizes = [size if piece >= 0 else 1.5 * usual for size, piece in zip(sizes, axis.shown, strict=True)]
     total = sum(sizes)
-    pixels = [max(_LEAST, length * size / total if total else length / len(sizes)) for size in sizes]
+    pixels = [max(least, length * size / total if total else length / len(sizes)) for size in sizes]
     at = [0.0]
     for each in pixels:
         at.append(at[-1] + each)
@@ -115,7 +124,7 @@ def _panel(
 ) -> Iterator[str]:  # fmt: skip
     if panel.slices:
         yield _text(x, y - 1.6 * _LINE, slice_text(panel))
-    yield _rect(x, y, horizontal.length, vertical.length, "#ffffff", "nobody holds this")
+    yield _rect(x, y, horizontal.length, vertical.length, _HATCHED, "nobody holds this")
     for scale, is_row in ((vertical, True), (horizontal, False)):
         if -1 in scale.axis.shown:
             gap = scale.axis.shown.index(-1)
@@ -165,25 +174,31 @@ def _spaced(scale: _Scale, least: float) -> Iterator[tuple[float, int]]:
             free = at
 
 
-def _legend(holdings: Holdings, names: Sequence[str], top: float, width: float) -> tuple[list[str], float]:
+def _legend(holdings: Holdings, folding: Folding, top: float, width: float) -> tuple[list[str], float]:
     """The holders with their colours, in columns; and where it ends."""
-    entries = []
-    for holder, name in enumerate(holdings.holders[:LEGEND_ENTRIES]):
-        boxes, nbytes = holdings.held(holder)
-        shown = name if names[holder] == name.removeprefix("rank ") else f"{names[holder]} {name}"
-        entries.append((holder, _clean(f"{shown}: {boxes_text(boxes)}, {nbytes:,} bytes")))
+    runs = holding_runs(holdings, LEGEND_ENTRIES)
+    entries = [(colour_of(run.first) if run.label else None, _clean(_entry_text(run))) for run in runs[:LEGEND_ENTRIES]]
+    if any(has_hole(panel, folding) for panel in folding.panels):
+        entries.append((_HATCHED, "nobody holds this"))
     longest = max((_CHAR * len(text) + 40 for _, text in entries), default=1.0)
     columns = max(1, int((width - 2 * _MARGIN) // longest))
     parts = []
-    for number, (holder, text) in enumerate(entries):
+    for number, (colour, text) in enumerate(entries):
         x, y = _MARGIN + longest * (number % columns), top + _LINE * (1.2 * (number // columns) + 0.5)
-        parts += [_rect(x, y, 12, 12, colour_of(holder), text), _text(x + 18, y + 10, text)]
+        if colour is not None:
+            parts.append(_rect(x, y, 12, 12, colour, text))
+        parts.append(_text(x + 18 if colour else x, y + 10, text))
     bottom = top + _LINE * (1.2 * ceil(len(entries) / columns) + 0.5)
-    left = len(holdings.holders) - len(entries)
-    if left > 0:
+    if len(runs) > LEGEND_ENTRIES:
+        left = len(holdings.holders) - runs[LEGEND_ENTRIES].first
         parts.append(_text(_MARGIN, bottom + _LINE * 0.8, f"and {left} more"))
         bottom += _LINE
     return parts, bottom
+
+
+def _entry_text(run: HoldingRun) -> str:
+    """What a run is, with the label that it has in the picture where that does not tell by itself."""
+    return f"{run.label} {run.text}" if run.label.startswith("#") else run.text
 
 
 def _document(width: float, height: float, parts: Sequence[str]) -> str:
@@ -192,7 +207,7 @@ def _document(width: float, height: float, parts: Sequence[str]) -> str:
         f'viewBox="0 0 {width:.0f} {height:.0f}" font-family="ui-monospace, Menlo, Consolas, monospace" font-size="11">'
     )
     background = f'<rect width="{width:.0f}" height="{height:.0f}" fill="#ffffff"/>'
-    return "\n".join(['<?xml version="1.0" encoding="UTF-8"?>', head, background, *parts, "</svg>", ""])
+    return "\n".join(['<?xml version="1.0" encoding="UTF-8"?>', head, _HATCH, background, *parts, "</svg>", ""])
 
 
 def _rect(x: float, y: float, width: float, height: float, fill: str, about: str) -> str:

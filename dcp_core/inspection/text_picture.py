@@ -7,9 +7,11 @@ axis gets the same room, however long it is; what is too much for the screen is 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import groupby
+from dataclasses import dataclass
+from itertools import groupby, pairwise
 
 import numpy as np
+import numpy.typing as npt
 
 from dcp_core.inspection.holdings import Axis, Cell, Folding, Holdings, Panel, fold
 from dcp_core.metadata import Int64
@@ -29,28 +31,41 @@ _JUNCTIONS = {
     (1, 1, 0, 0): "│", (0, 0, 1, 1): "─", (1, 0, 0, 0): "│", (0, 1, 0, 0): "│", (0, 0, 1, 0): "─", (0, 0, 0, 1): "─",
 }  # fmt: skip
 
+LINES = "".join(sorted(set(_JUNCTIONS.values()) - {" "}))
+"""The characters that lines are made of."""
 
-def draw_text(holdings: Holdings, *, width: int = 100) -> list[list[Piece]]:
+_ASCII = str.maketrans({line: {"│": "|", "─": "-"}.get(line, "+") for line in LINES})
+
+
+def draw_text(holdings: Holdings, *, width: int = 100, is_ascii: bool = False) -> list[list[Piece]]:
     """Draw a tensor.
 
     Args:
         holdings: Who holds what.
         width: Characters of a line at most.
+        is_ascii: Draw lines with the characters of ASCII only.
     """
+    title, *lines = _drawn(holdings, width)  # the title has the tensor's name, which stays as it is
+    if is_ascii:
+        lines = [[(text.translate(_ASCII), holder) for text, holder in line] for line in lines]
+    return [title, *lines, *_legend(holdings)]
+
+
+def _drawn(holdings: Holdings, width: int) -> Iterator[list[Piece]]:
     names = [label_of(holdings, holder) for holder in range(len(holdings.holders))]
     longest = len(_joined(names, range(min(3, len(names)))))
     room = max([longest + 2, *(len(str(size)) + 1 for size in holdings.shape), 6])
     left = max((len(str(size)) for size in holdings.shape), default=1) + 2
     most = max(3, (width - left - 1) // (room + 1))
     folding = fold(holdings, max_rows=MAX_ROWS, max_columns=most, max_panels=MAX_PANELS)
-    lines: list[list[Piece]] = [[(line, None)] for line in heading(holdings, folding)]
+    for line in heading(holdings, folding):
+        yield [(line, None)]
     for panel in folding.panels:
         if panel.slices:
-            lines.append([(slice_text(panel), None)])
-        lines += _panel(panel, folding, names, room, left)
+            yield [(slice_text(panel), None)]
+        yield from _panel(panel, folding, names, room, left)
     if folding.more_panels:
-        lines.append([(f"and {folding.more_panels} more slices", None)])
-    return lines + list(_legend(holdings, names))
+        yield [(f"and {folding.more_panels} more slices", None)]
 
 
 def heading(holdings: Holdings, folding: Folding) -> list[str]:
@@ -164,14 +179,50 @@ def _content(grid: Int64, row: int, panel: Panel, names: Sequence[str], room: in
         column += count
 
 
-def _legend(holdings: Holdings, names: Sequence[str]) -> Iterator[list[Piece]]:
-    for holder, name in enumerate(holdings.holders[:LEGEND_LINES]):
-        boxes, nbytes = holdings.held(holder)
-        share = f"{boxes_text(boxes)}, {nbytes:,} bytes"
-        yield [(f" {names[holder]} ".rjust(6), holder), (f" {name}: {share}", None)]
-    left = len(holdings.holders) - LEGEND_LINES
-    if left > 0:
-        yield [(f"and {left} more", None)]
+def _legend(holdings: Holdings) -> Iterator[list[Piece]]:
+    runs = holding_runs(holdings, LEGEND_LINES)
+    for run in runs[:LEGEND_LINES]:
+        yield [(f" {run.label} ".rjust(6), run.first if run.label else None), (f" {run.text}", None)]
+    if len(runs) > LEGEND_LINES:
+        yield [(f"and {len(holdings.holders) - runs[LEGEND_LINES].first} more", None)]
+
+
+@dataclass(frozen=True, slots=True)
+class HoldingRun:
+    """Holders, one after the other, that hold as much as each other.
+
+    Attributes:
+        first: Position of the first one.
+        last: Position of the last one.
+        label: What it is called in a picture; "" for several, whose text says it.
+        text: Who they are and what each of them holds, in words.
+    """
+
+    first: int
+    last: int
+    label: str
+    text: str
+
+
+def holding_runs(holdings: Holdings, most: int) -> list[HoldingRun]:
+    """Say what holders hold: each for itself if they are so many at most, else those together that hold the same."""
+    boxes, nbytes = holdings.all_held()
+    names, count = holdings.holders, len(holdings.holders)
+    is_first: npt.NDArray[np.bool_] = np.ones(count, np.bool_)
+    if count > most:
+        is_first[1:] = (boxes[1:] != boxes[:-1]) | (nbytes[1:] != nbytes[:-1])
+    runs = []
+    for first, end in pairwise([*np.flatnonzero(is_first).tolist(), count]):
+        held = f"{boxes_text(int(boxes[first]))}, {int(nbytes[first]):,} bytes"
+        if end - first == 1:
+            runs.append(HoldingRun(first, first, label_of(holdings, first), f"{names[first]}: {held}"))
+            continue
+        labels = label_of(holdings, first), label_of(holdings, end - 1)
+        who = f"{labels[0]} to {labels[1]}"
+        are_ranks = all(label.isdecimal() for label in labels) and int(labels[1]) - int(labels[0]) == end - 1 - first
+        who = f"ranks {who}" if are_ranks else f"{who}, {end - first} holders, from {names[first]} to {names[end - 1]}"
+        runs.append(HoldingRun(first, end - 1, "", f"{who}: {held} each"))
+    return runs
 
 
 def as_text(lines: Sequence[Sequence[Piece]]) -> str:

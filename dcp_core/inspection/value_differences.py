@@ -6,7 +6,7 @@ type, bits are compared; of two types, values.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
@@ -20,6 +20,7 @@ from dcp_core.box import Box
 from dcp_core.dtype import BY_NAME, DType, Kind
 from dcp_core.errors import DcpError
 from dcp_core.inspection.description import repeated
+from dcp_core.inspection.scope import Tolerance
 from dcp_core.metadata import StoredTensor
 from dcp_core.recipes.stored_source import PieceRequest, StoredSource
 
@@ -27,7 +28,7 @@ PIECE_BYTES = 4 << 20
 """Of one side of one piece, at most, unless one element is larger."""
 
 BATCH_BYTES = 16 << 20
-BATCH_PIECES = 512
+BATCH_PIECES = 4096
 """What is read at once of each side: so many bytes, so many pieces."""
 
 _SMALL_BOX_BYTES = 256 << 10
@@ -66,6 +67,7 @@ class TensorComparer:
         sides: Where they are.
         pool: A thread that reads one side while this one reads the other.
         count: Told the bytes that have been compared, of the first side.
+        tolerance: Which numbers count as equal.
 
     Attributes:
         tallies: What was found, by the numbers that tensors were added with.
@@ -73,21 +75,26 @@ class TensorComparer:
     """
 
     def __init__(
-        self, sides: tuple[StoredSource, StoredSource], pool: ThreadPoolExecutor, count: Callable[[int], None]
+        self,
+        sides: tuple[StoredSource, StoredSource],
+        pool: ThreadPoolExecutor,
+        count: Callable[[int], None],
+        tolerance: Tolerance,
     ) -> None:
         self.tallies: dict[int, ElementTally] = {}
-        self.errors: dict[int, DcpError] = {}
+        self.errors: dict[int, SideError] = {}
+        self._tolerance = tolerance
         self._sides = sides
         self._pool = pool
         self._count = count
         self._batch: list[_Piece] = []
         self._batch_nbytes = 0
 
-    def add(self, number: int, stored: Pair) -> None:
-        """Compare two tensors of one shape, now or later."""
+    def add(self, number: int, stored: Pair, boxes: Sequence[Box] | None = None) -> None:
+        """Compare two tensors of one shape, now or later; only these boxes of them, or all of them."""
         self.tallies[number] = ElementTally()
         itemsize = max(each.dtype.itemsize for each in stored)
-        for box in _pieces(stored, itemsize):
+        for box in _pieces(stored, itemsize, boxes):
             self._batch.append(_Piece(number, stored, box))
             self._batch_nbytes += box.numel * itemsize
             if self._batch_nbytes >= BATCH_BYTES or len(self._batch) >= BATCH_PIECES:
@@ -105,7 +112,7 @@ class TensorComparer:
             return
         try:
             arrays = self._read(batch)
-        except DcpError as error:
+        except SideError as error:
             numbers = dict.fromkeys(piece.number for piece in batch)
             if len(numbers) == 1:
                 self.errors[batch[0].number] = error
@@ -114,7 +121,7 @@ class TensorComparer:
                 self._compare([piece for piece in batch if piece.number == number])
             return
         for piece, one, two in zip(batch, *arrays, strict=True):
-            _tally_piece(self.tallies[piece.number], piece.box, one, two, piece.stored)
+            _tally_piece(self.tallies[piece.number], piece.box, one, two, piece.stored, self._tolerance)
         self._count(sum(array.nbytes for array in arrays[0]))
 
     def _read(self, batch: Sequence[_Piece]) -> tuple[list[Array], list[Array]]:
@@ -123,10 +130,24 @@ class TensorComparer:
         other = self._pool.submit(self._sides[1].fill, two)
         try:
             self._sides[0].fill(one)
+        except DcpError as error:
+            raise SideError(0, error) from error
         finally:
             other.exception()  # it is done then, and reads no more into what goes away
-        other.result()
+        try:
+            other.result()
+        except DcpError as error:
+            raise SideError(1, error) from error
         return [request.array for request in one], [request.array for request in two]
+
+
+class SideError(Exception):
+    """Something could not be read; on which side, and why."""
+
+    def __init__(self, side: int, error: DcpError) -> None:
+        super().__init__(side, error)
+        self.side = side
+        self.error = error
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -144,20 +165,31 @@ class _Piece:
         return PieceRequest(stored, self.box, stored.dtype, memory)
 
 
-def _pieces(stored: Pair, itemsize: int) -> Iterator[Box]:
-    """Boxes that cover the tensor: those that the first side has stored, where they do and are not tiny."""
-    shape, chunks = stored[0].shape, stored[0].chunks
+def boxes_of(stored: StoredTensor) -> list[Box]:
+    """The boxes of a stored tensor, each once."""
+    chunks = stored.chunks
+    kept = np.flatnonzero(~repeated(np.zeros(len(chunks), np.int64), chunks))
+    rows = zip(chunks.offsets[kept].tolist(), chunks.sizes[kept].tolist(), strict=True)
+    return [Box(tuple(offsets), tuple(sizes)) for offsets, sizes in rows]
+
+
+def _pieces(stored: Pair, itemsize: int, boxes: Sequence[Box] | None) -> Iterator[Box]:
+    """Parts of the boxes; or boxes that cover the tensor: those of the first side, where they do and are not tiny."""
+    most = PIECE_BYTES // itemsize
+    for box in _large_boxes(stored, itemsize) if boxes is None else boxes:
+        yield from split(box, most)
+
+
+def _large_boxes(stored: Pair, itemsize: int) -> Iterable[Box]:
+    shape, sizes = stored[0].shape, stored[0].chunks.sizes
     numel = prod(shape)
     if not numel:
-        return
-    kept = np.flatnonzero(~repeated(np.zeros(len(chunks), np.int64), chunks))
-    held = int(np.prod(chunks.sizes[kept], axis=1, dtype=np.int64).sum())
-    if numel * itemsize <= PIECE_BYTES or held != numel or held * itemsize < _SMALL_BOX_BYTES * len(kept):
-        yield from split(Box.whole(shape), PIECE_BYTES // itemsize)
-        return
-    for row in kept.tolist():
-        box = Box(tuple(chunks.offsets[row].tolist()), tuple(chunks.sizes[row].tolist()))
-        yield from split(box, PIECE_BYTES // itemsize)
+        return ()
+    about = len(sizes) * _SMALL_BOX_BYTES
+    if numel * itemsize <= PIECE_BYTES or numel * itemsize < about:
+        return (Box.whole(shape),)
+    boxes = boxes_of(stored[0])
+    return boxes if sum(box.numel for box in boxes) == numel else (Box.whole(shape),)
 
 
 def split(box: Box, most: int) -> Iterator[Box]:
@@ -180,7 +212,7 @@ def split(box: Box, most: int) -> Iterator[Box]:
 
 
 def _tally_piece(
-    tally: ElementTally, box: Box, one: Array, two: Array, stored: Pair
+    tally: ElementTally, box: Box, one: Array, two: Array, stored: Pair, tolerance: Tolerance
 ) -> None:  # fmt: skip
     """Compare one piece."""
     tally.elements += one.size
@@ -195,6 +227,11 @@ def _tally_piece(
     if not len(where):
         return
     values = [_numbers(array.reshape(-1)[where], dtype) for array, dtype in zip((one, two), types, strict=True)]
+    if values[0] is not None and values[1] is not None and not tolerance.is_exact:
+        far = tolerance.exceeded(values[0], values[1])
+        where, values = where[far], [values[0][far], values[1][far]]
+        if not len(where):
+            return
     first = np.unravel_index(int(where[0]), box.sizes) if box.sizes else ()
     offsets = tuple(int(at) + start for at, start in zip(first, box.offsets, strict=True))
     if tally.first is None or offsets < tally.first:

@@ -6,7 +6,6 @@ several at a time; say what the other names in the directory are. What is wrong 
 
 from __future__ import annotations
 
-import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -15,8 +14,8 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from dcp_core.errors import ArgumentError, DcpError, NotFoundError
-from dcp_core.execution.filesystem import FileSystemReader, is_other_url, local_path
+from dcp_core.errors import ArgumentError, DcpError, NotFoundError, StorageError
+from dcp_core.execution.filesystem import FileSystemReader, is_other_url
 from dcp_core.execution.interfaces import CheckpointId
 from dcp_core.execution.present_metadata import open_present
 from dcp_core.execution.read_threads import usable_threads
@@ -29,9 +28,12 @@ from dcp_core.inspection.huggingface import verify_huggingface
 from dcp_core.inspection.links import outside_links
 from dcp_core.inspection.report import Problem, Stray, VerifyReport, keys_text, merged
 from dcp_core.inspection.strays import find_strays
+from dcp_core.inspection.torch_dcp import verify_torch_dcp
 from dcp_core.plugins import open_storage
+from dcp_core.recipes.places import storage_at
 from dcp_core.state_path import decode_path
 from dcp_core.storage.base import Storage
+from dcp_core.storage.urls import redacted
 
 MAX_PROBLEMS = 10_000
 """Problems that are kept at most; the rest is counted."""
@@ -47,8 +49,8 @@ def verify(checkpoint_id: CheckpointId, *, quick: bool = False, progress: Progre
     """Tell whether a checkpoint is whole, and everything that is wrong with it.
 
     Reads all of it, in bounded memory and with a thread for every core, and compares each block with its checksum.
-    Changes nothing, and runs no code that lies in the checkpoint. Safetensors as Hugging Face lays them out have no
-    checksums: there, headers, sizes, the index and coverage are checked.
+    Changes nothing, and runs no code that lies in the checkpoint. Safetensors as Hugging Face lays them out, and what
+    torch DCP writes, have no checksums: there, headers, sizes, the index or description, and coverage are checked.
 
     Args:
         checkpoint_id: The checkpoint's directory, as a path or URL; or a safetensors file, or an index of such.
@@ -59,17 +61,17 @@ def verify(checkpoint_id: CheckpointId, *, quick: bool = False, progress: Progre
         What was found; `is_whole` sums it up, and `raise_problems` makes an error of it.
 
     Raises:
-        ArgumentError: No path, or a checkpoint that this cannot verify, such as one of torch DCP.
+        ArgumentError: No path, or what this cannot verify: a file of `torch.save`; torch DCP's, and torch is not
+            installed.
         NotFoundError: There is nothing that a save has left.
         StorageError: The directory cannot be read.
     """
     began = time.perf_counter()
+    place = redacted(str(checkpoint_id))
+    other = _OTHER_FORMATS.get(_kind_of(checkpoint_id))
+    if other is not None:
+        return replace(other(checkpoint_id), place=place, is_quick=quick, seconds=time.perf_counter() - began)
     reader = FileSystemReader(open_url=open_storage)
-    if not is_other_url(checkpoint_id):
-        kind = _kind_of(checkpoint_id)
-        if kind == "huggingface":
-            found = verify_huggingface(checkpoint_id)
-            return replace(found, place=os.fspath(checkpoint_id), seconds=time.perf_counter() - began)
     for _ in range(_ATTEMPTS):
         reader.initialize_reader(checkpoint_id)
         verification = _Verification(reader.storage, quick, progress)
@@ -78,7 +80,7 @@ def verify(checkpoint_id: CheckpointId, *, quick: bool = False, progress: Progre
             break
     else:
         report = replace(report, notes=(*report.notes, "saves replaced the checkpoint meanwhile: verify again"))
-    return replace(report, place=os.fspath(checkpoint_id), seconds=time.perf_counter() - began)
+    return replace(report, place=place, seconds=time.perf_counter() - began)
 
 
 def verify_storage(storage: Storage, *, quick: bool = False) -> VerifyReport:
@@ -87,18 +89,27 @@ def verify_storage(storage: Storage, *, quick: bool = False) -> VerifyReport:
 
 
 def _kind_of(path: CheckpointId) -> str:
-    local_path(path)  # says so where it is no path at all
+    storage_at(path)  # says so where this is no path, nor a URL that anybody knows
     try:
         kind = checkpoint_format(path)
     except ArgumentError as error:
         raise NotFoundError(str(error)) from error
-    if kind in ("torch-dcp", "torch"):
-        what = "torch DCP" if kind == "torch-dcp" else "torch.save"
+    except StorageError:
+        if not is_other_url(path):
+            raise
+        return "dcp"  # a store that cannot list: whether it has a description is found out by its name
+    if kind == "torch":
         raise ArgumentError(
-            f"what lies at {str(path)!r} was written by {what}, with nothing that could be verified; "
+            f"what lies at {redacted(str(path))!r} was written by torch.save, with nothing that could be verified; "
             "`dcp convert --to dcp` makes a checkpoint with checksums of it"
         )
     return kind
+
+
+_OTHER_FORMATS: dict[str, Callable[[CheckpointId], VerifyReport]] = {
+    "huggingface": verify_huggingface,
+    "torch-dcp": verify_torch_dcp,
+}
 
 
 @dataclass(slots=True, eq=False)
@@ -137,7 +148,8 @@ class _Verification:
         for found in self._descriptions:
             self._check(found, all_nbytes)
         own = {*chosen, *(name for found in self._descriptions for name in found.file_names)}
-        strays = None if names is None else find_strays(self._storage, names, own)
+        is_known = all(found.files is not None for found in self._descriptions)
+        strays = None if names is None else find_strays(self._storage, names, own, is_known=is_known)
         self._note(names, own)
         return self._report(strays, all_nbytes)
 

@@ -57,6 +57,7 @@ class StoredSource:
     Args:
         reader: Where it is; the source initialises and configures it.
         verify: What to check of checksums, where the format has any.
+        metadata: Its description, where the reader has been initialised and has read one; None: the source does that.
 
     Attributes:
         metadata: Its description.
@@ -65,10 +66,12 @@ class StoredSource:
         DcpError: There is no such checkpoint, or its description is damaged.
     """
 
-    def __init__(self, reader: StorageReader, verify: Verify = "full") -> None:
+    def __init__(self, reader: StorageReader, verify: Verify = "full", metadata: Metadata | None = None) -> None:
         self._reader = reader
-        reader.initialize_reader()
-        self.metadata: Metadata = reader.load_metadata()
+        if metadata is None:
+            reader.initialize_reader()
+            metadata = reader.load_metadata()
+        self.metadata: Metadata = metadata
         reader.configure_reader(self.metadata, ReadContext(0, 1, verify))
 
     def tensors(self) -> list[StoredTensor]:

@@ -207,7 +207,7 @@ def test_a_command_that_fails_says_why_and_has_its_exit_code(
     monkeypatch.setitem(sys.modules, "toycommand", types.SimpleNamespace(add_arguments=lambda parser: None, run=run))
     monkeypatch.setitem(COMMANDS, "toy", Command("toycommand", "do nothing"))
     assert main(["toy"]) == code
-    assert capsys.readouterr().err == (f"dcp: {error}\n" if code != 130 else "")
+    assert capsys.readouterr().err == f"dcp: {error if code != 130 else 'interrupted'}\n"
 
 
 def test_every_command_has_its_two_functions() -> None:

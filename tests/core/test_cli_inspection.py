@@ -17,6 +17,7 @@ from dcp_core import api
 from dcp_core.cli.main import main
 from dcp_core.cli.tables import printable, write_line
 from dcp_core.inspection.report import RESTORE
+from dcp_core.state_path import PerRank
 from dcp_core.testing.numpy_ranks import NumpyRankAdapter, ShardedArray, even_boxes
 from dcp_core.testing.ranks import RankContext, run_ranks
 from tests.core.damage import flipped
@@ -59,7 +60,7 @@ def test_a_whole_checkpoint_has_exit_code_0(root: Path, run: Run) -> None:
     code, out, err = run("verify", root / "rows")
     assert (code, err) == (0, "")
     assert out.startswith(f"{root / 'rows'}: whole\n")
-    assert "1 tensors in 2 boxes, 1 other values" in out
+    assert "1 tensor in 2 boxes, 1 other value\n" in out
     code, out, _ = run("verify", root / "rows", "--quick")
     assert code == 0
     assert "as far as a quick look tells" in out and "not compared" in out
@@ -138,6 +139,44 @@ def test_safetensors_are_verified_as_far_as_they_go(tmp_path: Path, run: Run) ->
     assert (code, "damaged description" in out) == (1, True)
 
 
+def test_several_checkpoints_are_verified_one_after_the_other(root: Path, tmp_path: Path, run: Run) -> None:
+    run_ranks(save_cut, WORLD, tmp_path / "c", 0)
+    (tmp_path / "c" / "_rank1_.safetensors").unlink()
+    code, out, err = run("verify", root / "rows", tmp_path / "c", root / "columns")
+    assert (code, err) == (1, "")
+    heads = [line for line in out.splitlines() if line.startswith("/")]
+    assert heads == [f"{root / 'rows'}: whole", f"{tmp_path / 'c'}: 1 problem", f"{root / 'columns'}: whole"]
+    code, out, err = run("verify", tmp_path / "c", root / "nowhere", root / "rows", "--json")
+    assert (code, "nowhere" in err) == (2, True)
+    found = json.loads(out)
+    assert [each["place"] for each in found] == [str(tmp_path / "c"), str(root / "nowhere"), str(root / "rows")]
+    assert [each.get("is_whole", each.get("error", "")[:8]) for each in found] == [False, "there is", True]
+
+
+def test_a_file_is_not_taken_for_what_it_is_not(root: Path, tmp_path: Path, run: Run) -> None:
+    (tmp_path / "notes").write_text("nothing that torch would write")
+    for path in (root / "rows" / ".metadata", root / "rows" / "_rank0_.bytes"):
+        for command in (["verify"], ["inspect"], ["diff", root / "rows"]):
+            code, _, err = run(*command, path)
+            assert (code, f"the directory that it lies in: {str(root / 'rows')!r}" in err) == (2, True)
+    code, _, err = run("verify", tmp_path / "notes")
+    assert (code, "no kind that is known" in err) == (2, True)
+    code, out, _ = run("verify", root / "rows" / "_rank0_.safetensors")
+    assert (code, "verify the directory" in out) == (0, True)
+
+
+def test_what_cannot_be_looked_at_is_unreadable_not_damaged(root: Path, tmp_path: Path, run: Run) -> None:
+    run_ranks(save_cut, WORLD, tmp_path / "c", 0)
+    (tmp_path / "c" / ".metadata").unlink()
+    (tmp_path / "c" / ".metadata").symlink_to(".metadata")
+    code, out, _ = run("verify", tmp_path / "c", "--json")
+    found = json.loads(out)
+    assert (code, [each["kind"] for each in found["problems"]]) == (1, ["unreadable"])
+    assert {stray["text"].partition(", ")[2] for stray in found["strays"]} == {
+        "which may be part of what cannot be read"
+    }
+
+
 # --- inspect -----------------------------------------------------------------------------------------
 
 
@@ -148,7 +187,7 @@ def test_what_is_inside_is_listed(root: Path, run: Run) -> None:
     assert ["model.w", "float64", "[8,", "6]", "2", "x", "1", "2", "2", "384", "B"] in lines
     assert ["lr", "9", "B", "0.1"] in lines
     assert "balance: 2 of 2 ranks wrote" in out
-    assert any(line[:3] == ["_rank1_.safetensors", "1", "boxes"] for line in lines if line)
+    assert any(line[:3] == ["_rank1_.safetensors", "1", "box"] for line in lines if line)
 
 
 def test_json_has_all_of_it(root: Path, run: Run) -> None:
@@ -181,7 +220,8 @@ def test_a_tensor_is_drawn_as_text_and_into_a_file(root: Path, tmp_path: Path, r
 def test_what_a_rank_saved_alone_is_inspected_by_its_number(tmp_path: Path, run: Run) -> None:
     run_ranks(_save_alone, WORLD, tmp_path / "c")
     code, _, err = run("inspect", tmp_path / "c")
-    assert (code, "--rank" in err) == (1, True)
+    assert (code, "these ranks saved alone there: 0, 1. Pass --rank" in err) == (1, True)
+    assert run("inspect", tmp_path / "c", "--rank", 2)[0] == 1
     code, out, _ = run("inspect", tmp_path / "c", "--rank", 1)
     assert (code, "float64  [1]" in out) == (0, True)
 
@@ -191,10 +231,50 @@ def _save_alone(context: RankContext, directory: Path) -> None:
     api.save(state, checkpoint_id=directory, adapter=NumpyRankAdapter(), use_collectives=False, durable=False)
 
 
+def test_values_of_one_rank_are_chosen_by_its_number(tmp_path: Path, run: Run) -> None:
+    run_ranks(_save_own, WORLD, tmp_path / "c")
+    found = json.loads(run("inspect", tmp_path / "c", "--json", "--rank", 1)[1])
+    assert [(each["name"], each["rank"], each["summary"]) for each in found["objects"]] == [
+        ("lr", None, "0.5"),
+        ("seed", 1, "10"),
+    ]
+    assert [(each["name"], each["rank"]) for each in found["tensors"]] == [("generator", 1)]
+    code, _, err = run("inspect", tmp_path / "c", "--rank", 2)
+    assert (code, "there is no rank 2" in err) == (2, True)
+    assert run("diff", tmp_path / "c", tmp_path / "c", "--rank", 1)[0] == 0
+    assert run("diff", tmp_path / "c", tmp_path / "c", "--rank", 2)[0] == 2
+
+
+def _save_own(context: RankContext, directory: Path) -> None:
+    state = {"seed": PerRank(10 * context.rank), "generator": np.full(3, context.rank), "lr": 0.5}
+    api.save(state, checkpoint_id=directory, adapter=NumpyRankAdapter(), durable=False)
+
+
+def test_a_name_is_found_as_it_is_shown_and_others_that_are_like_it(tmp_path: Path, run: Run) -> None:
+    state = {"a\nb[0]": np.ones(3), "model": {"weight": np.ones(4)}}
+    api.save(state, checkpoint_id=tmp_path / "c", durable=False)
+    assert run("inspect", tmp_path / "c", "--tensor", "a\\nb[0]")[0] == 0
+    assert "a\\nb[0]" in run("inspect", tmp_path / "c", "--keys", "a\nb[0]")[1]
+    assert "no name matches 'nix'" in run("inspect", tmp_path / "c", "--keys", "nix")[1]
+    for wrong in ("model.weigth", "weight"):
+        code, _, err = run("inspect", tmp_path / "c", "--tensor", wrong)
+        assert (code, "did you mean 'model.weight'?" in err) == (1, True)
+
+
+def test_the_boxes_of_a_tensor_come_as_json(root: Path, run: Run) -> None:
+    found = json.loads(run("inspect", root / "columns", "--tensor", "model.w", "--json")[1])
+    assert found["boxes"] == [
+        {"offsets": [0, 0], "sizes": [8, 3], "holder": "rank 0"},
+        {"offsets": [0, 3], "sizes": [8, 3], "holder": "rank 1"},
+    ]
+    assert (found["name"], found["dtype"], found["shape"]) == ("model.w", "float64", [8, 6])
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "says"),
     [
         (["nowhere"], 2, "there is nothing"),
+        (["rows", "--tensor", "model.w", "--svg", "x.svg", "--json"], 2, "without --json"),
         (["rows", "--svg", "x.svg"], 2, "--tensor"),
         (["rows", "--limit", "-1"], 2, "--limit"),
         (["rows", "--tensor", "nix"], 1, "nothing under 'nix'"),
@@ -216,7 +296,7 @@ def test_what_cannot_be_inspected_says_why(
 def test_exit_codes_are_those_of_diff(root: Path, run: Run) -> None:
     code, out, err = run("diff", root / "rows", root / "columns")
     assert (code, err) == (0, "")
-    assert out == "nothing differs: 1 tensors and 1 other values in both, 384 B compared\n"
+    assert out == "nothing differs: 1 tensor and 1 other value in both, 384 B compared\n"
     code, out, _ = run("diff", root / "rows", root / "other")
     assert code == 1
     lines = [line.split() for line in out.splitlines()]
@@ -224,9 +304,15 @@ def test_exit_codes_are_those_of_diff(root: Path, run: Run) -> None:
     assert ["lr", "object", "0.1", "0.2"] in lines
     assert "47 of 48 elements, by at most 47, first at [0, 1]" in out
     assert run("diff", root / "rows", root / "other", "--no-values")[0] == 0
-    assert run("diff", root / "rows", root / "other", "--keys", "nix")[0] == 0
+    assert run("diff", root / "rows", root / "other", "--keys", "nix")[0] == 2
     assert run("diff", root / "rows", root / "nowhere")[0] == 2
     assert run("diff", root / "rows")[0] == 2
+
+
+def test_where_nothing_was_compared_nothing_is_said_to_be_equal(root: Path, run: Run) -> None:
+    for more in (["--keys", "nix"], ["--prefix", "nix"], ["--limit", "-1"], ["--rtol", "-1"], ["--rename", "(", ""]):
+        code, out, err = run("diff", root / "rows", root / "columns", *more)
+        assert (code, out, err.count("\n")) == (2, "", 1), more
 
 
 def test_trouble_with_one_tensor_is_exit_code_2(root: Path, tmp_path: Path, run: Run) -> None:
@@ -234,6 +320,7 @@ def test_trouble_with_one_tensor_is_exit_code_2(root: Path, tmp_path: Path, run:
     (tmp_path / "c" / "_rank1_.safetensors").unlink()
     code, out, _ = run("diff", root / "rows", tmp_path / "c")
     assert (code, "unreadable" in out) == (2, True)
+    assert "  b: _rank1_.safetensors is missing" in out and "arget" not in out
 
 
 def test_differences_come_as_json(root: Path, run: Run) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import cmath
 import json
 import os
 from collections.abc import Callable
@@ -18,10 +19,12 @@ from dcp_core import api
 from dcp_core.arrays import convert
 from dcp_core.box import Box
 from dcp_core.dtype import BY_NAME, Kind
+from dcp_core.errors import ArgumentError, NotFoundError
 from dcp_core.execution.filesystem import FileSystemReader
 from dcp_core.execution.huggingface import HuggingFaceReader
 from dcp_core.inspection import value_differences
 from dcp_core.inspection.comparison import Comparison, Difference, compare
+from dcp_core.inspection.scope import Scope, Tolerance
 from dcp_core.inspection.value_differences import split
 from dcp_core.state_path import PerRank
 from dcp_core.testing.numpy_ranks import NumpyRankAdapter, ShardedArray, even_boxes
@@ -198,6 +201,159 @@ def test_parts_of_a_box_are_small_enough_and_cover_it_once(sizes: list[int], mos
     assert held.sum() == box.numel and held.max() == 1
 
 
+# --- names, ranks, tolerance -------------------------------------------------------------------------
+
+
+def save_own(context: RankContext, directory: Path, tag: int, alone: bool = False) -> None:
+    rows = [2 * context.rank, 2 * context.rank + 2]
+    part = np.arange(12.0).reshape(6, 2)[slice(*rows)] + tag
+    state = {
+        "w": ShardedArray((6, 2), [Box((rows[0], 0), (2, 2))], [part], "float64"),
+        "seed": PerRank(context.rank * 10 + tag * (context.rank == 1)),
+        "step": tag,
+        "generator": np.full(3, context.rank),
+    }
+    api.save(state, checkpoint_id=directory, adapter=NumpyRankAdapter(), use_collectives=not alone, durable=False)
+
+
+@pytest.fixture(scope="module")
+def ranked(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("ranked")
+    for tag in (0, 1):
+        run_ranks(save_own, WORLD, root / f"all_{tag}", tag)
+        run_ranks(save_own, WORLD, root / f"alone_{tag}", tag, True)
+    run_ranks(save_cut, WORLD, root / "cut", 0, False)
+    return root
+
+
+def compared(root: Path, a: str, b: str, scope: Scope | None = None) -> list[tuple[str, int | None, str]]:
+    found = compare(FileSystemReader(root / a), FileSystemReader(root / b), scope)
+    return [(each.key, each.rank, each.kind) for each in found.differences]
+
+
+def test_values_of_ranks_are_compared_each_with_each_or_those_of_one_rank(ranked: Path) -> None:
+    everywhere = [("step", None, "object"), ("w", None, "values")]
+    assert compared(ranked, "all_0", "all_1") == [("seed", 1, "object"), *everywhere]
+    assert compared(ranked, "all_0", "all_1", Scope(rank=1)) == [("seed", None, "object"), *everywhere]
+    assert compared(ranked, "all_0", "all_1", Scope(rank=2)) == everywhere
+    with pytest.raises(ArgumentError, match="no rank 3 .* saved by 3 ranks"):
+        compared(ranked, "all_0", "all_1", Scope(rank=3))
+
+
+def test_a_value_of_every_rank_is_told_from_one_for_all_ranks(tmp_path: Path, ranked: Path) -> None:
+    save(tmp_path / "shared", {"generator": np.zeros(3, np.int64), "seed": 0})
+    found = compare(FileSystemReader(ranked / "all_0"), FileSystemReader(tmp_path / "shared"), Scope(only_common=True))
+    assert [(each.key, each.kind, each.a, each.b) for each in found.differences] == [
+        ("generator", "ranks", "one for each rank", "one for all ranks"),
+        ("seed", "ranks", "one for each rank", "one for all ranks"),
+    ]
+    mine = compare(
+        FileSystemReader(ranked / "all_0"), FileSystemReader(tmp_path / "shared"), Scope(only_common=True, rank=0)
+    )
+    assert (mine.is_equal, mine.tensors, mine.objects, mine.left_out) == (True, 1, 1, 2)
+
+
+def test_what_ranks_saved_alone_is_compared_as_far_as_it_goes(ranked: Path) -> None:
+    with pytest.raises(NotFoundError, match="these ranks saved alone there: 0, 1, 2. Pass --rank"):
+        compared(ranked, "alone_0", "alone_0")
+    for rank in range(WORLD):
+        assert compared(ranked, "alone_0", "alone_0", Scope(rank=rank)) == []
+        own = [("seed", None, "object")] if rank == 1 else []
+        changed = [*own, ("step", None, "object"), ("w", None, "values")]
+        assert compared(ranked, "alone_0", "alone_1", Scope(rank=rank)) == changed
+        assert compared(ranked, "alone_0", "all_0", Scope(rank=rank)) == []  # its part is that of the whole
+        assert compared(ranked, "all_1", "alone_0", Scope(rank=rank)) == changed
+
+
+def test_parts_of_other_boxes_differ(ranked: Path, tmp_path: Path) -> None:
+    os.link(ranked / "alone_0" / "1.metadata", tmp_path / "0.metadata")
+    for file in (ranked / "alone_0").glob("_rank1_*"):
+        os.link(file, tmp_path / file.name)
+    found = compare(
+        FileSystemReader(ranked / "alone_0"), FileSystemReader(tmp_path), Scope(rank=0, wanted=lambda name: name == "w")
+    )
+    assert [(each.key, each.kind, each.a) for each in found.differences] == [
+        ("w", "part", "4 of 12 elements, other boxes")
+    ]
+
+
+def test_names_are_compared_under_a_prefix_and_as_they_are_renamed(tmp_path: Path) -> None:
+    inner = {"a": np.ones(3), "layers": [np.arange(4), np.arange(5)]}
+    one = save(tmp_path / "a", {"model": inner, "optimizer": {"a": np.zeros(3)}})
+    other = save(tmp_path / "b", {"a": np.ones(3), "h.0": np.arange(4), "h.1": np.arange(5)})
+    assert not compare(one, other).is_equal
+    renamed = Scope(prefix="model", rename={"^layers": "h"})
+    assert compare(one, other, renamed).is_equal
+    assert compare(one, other, Scope(rename={r"^model\.layers": "h", r"^model\.": "", "^optimizer": None})).is_equal
+    with pytest.raises(ArgumentError, match="begins with 'nix.'"):
+        compare(one, other, Scope(prefix="nix"))
+    with pytest.raises(ArgumentError, match="keep names different"):
+        compare(one, other, Scope(rename=lambda name: "x"))
+
+
+def test_only_what_both_have_is_compared_if_asked_for(tmp_path: Path) -> None:
+    one = save(tmp_path / "a", {"x": np.ones(3), "left": np.ones(1), "step": 1})
+    other = save(tmp_path / "b", {"x": np.ones(3), "right": 5})
+    found = compare(one, other, Scope(only_common=True))
+    assert (found.is_equal, found.tensors, found.left_out) == (True, 1, 3)
+
+
+@given(data=st.data())
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_numbers_count_as_equal_within_a_tolerance_as_numpy_has_it(data: st.DataObject, tmp_path: Path) -> None:
+    root = tmp_path / str(len(list(tmp_path.iterdir())))
+    dtype = data.draw(st.sampled_from(["float32", "float64", "int16", "complex64"]))
+    numbers = st.sampled_from([0.0, -0.0, 1.0, 1.0001, 1.01, -3.0, 100.0, 101.0, np.nan, np.inf, -np.inf])
+    if dtype == "int16":
+        numbers = st.sampled_from([0.0, 1.0, 99.0, 100.0, -100.0])
+    one, two = (np.array(data.draw(st.lists(numbers, min_size=5, max_size=5))).astype(dtype) for _ in range(2))
+    rtol, atol = data.draw(st.sampled_from([(1e-3, 0.0), (0.0, 0.05), (0.02, 1.0)]))
+    found = compare(save(root / "a", {"x": one}), save(root / "b", {"x": two}), Scope(tolerance=Tolerance(rtol, atol)))
+    far = np.array([not is_near(x, y, rtol, atol) for x, y in zip(one.tolist(), two.tolist(), strict=True)])
+    assert sum(each.elements for each in found.differences) == far.sum()
+    if far.any():
+        assert found.differences[0].first == (int(np.flatnonzero(far)[0]),)
+
+
+def is_near(x: complex, y: complex, rtol: float, atol: float) -> bool:
+    if cmath.isnan(x) or cmath.isnan(y):
+        return cmath.isnan(x) and cmath.isnan(y)
+    if cmath.isinf(x) or cmath.isinf(y):
+        return x == y
+    return abs(x - y) <= atol + rtol * abs(y)
+
+
+def test_other_types_count_as_equal_if_asked_for_and_their_values_are_near(tmp_path: Path) -> None:
+    values = np.array([1.0, 1 / 3, np.nan, -0.0])
+    one, other = save(tmp_path / "a", {"x": values}), save(tmp_path / "b", {"x": values.astype(np.float32)})
+    near = Tolerance(relative=1e-6)
+    scopes = [
+        (Scope(), False),
+        (Scope(tolerance=near), False),
+        (Scope(types=False), False),
+        (Scope(types=False, tolerance=near), True),
+        (Scope(types=False, values=False), True),
+    ]
+    for scope, is_equal in scopes:
+        assert compare(one, other, scope).is_equal == is_equal, scope
+    for wrong in ((-1.0, 0.0), (0.0, float("nan"))):
+        with pytest.raises(ArgumentError, match="0 or more"):
+            Tolerance(*wrong)
+
+
+def test_a_checkpoint_that_is_replaced_meanwhile_is_compared_anew(tmp_path: Path) -> None:
+    one, other = save(tmp_path / "a", {"x": np.ones(3)}), save(tmp_path / "b", {"x": np.ones(3)})
+    saves: list[FileSystemReader] = []
+
+    def wanted(name: str) -> bool:  # asked once the descriptions have been read
+        if len(saves) < 2:
+            saves.append(save(tmp_path / "b", {"x": np.ones(3)}))
+        return True
+
+    assert compare(one, other, Scope(wanted=wanted)).is_equal
+    assert len(saves) == 2
+
+
 # --- formats, trouble, memory ------------------------------------------------------------------------
 
 
@@ -219,7 +375,7 @@ def test_what_cannot_be_read_is_told_and_the_rest_is_compared(tmp_path: Path) ->
     data.unlink()
     found = compare(one, other)
     assert [(each.key, each.kind) for each in found.differences] == [("step", "object"), ("x", "unreadable")]
-    assert data.name in found.differences[1].a
+    assert (found.differences[1].a, data.name in found.differences[1].b) == ("", True)
     assert not found.is_sure
 
 
@@ -228,7 +384,7 @@ def test_what_can_be_read_is_compared_though_it_was_to_be_read_together_with_wha
         run_ranks(save_cut, WORLD, tmp_path / name, 0, spoiled)
     (tmp_path / "b" / "_rank1_.safetensors").unlink()
     found = compare(
-        FileSystemReader(tmp_path / "a"), FileSystemReader(tmp_path / "b"), wanted=lambda name: name in "wb"
+        FileSystemReader(tmp_path / "a"), FileSystemReader(tmp_path / "b"), Scope(wanted=lambda name: name in "wb")
     )
     assert [(each.key, each.kind) for each in found.differences] == [("w", "unreadable")]
     assert found.nbytes == 5 * 8
@@ -253,7 +409,7 @@ def test_without_values_nothing_but_descriptions_is_read(tmp_path: Path) -> None
     one, other = save(tmp_path / "a", {"x": np.ones(3), "n": 1}), save(tmp_path / "b", {"x": np.zeros(3), "n": 2})
     for data in [*(tmp_path / "a").glob("_rank*"), *(tmp_path / "b").glob("_rank*")]:
         data.unlink()
-    found = compare(one, other, values=False)
+    found = compare(one, other, Scope(values=False))
     assert (found.is_equal, found.nbytes, found.values_compared) == (True, 0, False)
 
 
@@ -261,7 +417,7 @@ def test_only_wanted_names_are_compared_and_progress_is_told(tmp_path: Path) -> 
     state = {"a": {"x": np.ones(3)}, "b": {"x": np.ones(5)}, "n": 1}
     told: list[int] = []
     one, other = save(tmp_path / "a", state), save(tmp_path / "b", {"b": {"x": np.ones(5)}})
-    found = compare(one, other, wanted=lambda name: name.startswith("b"), advance=told.append)
+    found = compare(one, other, Scope(wanted=lambda name: name.startswith("b")), advance=told.append)
     assert (found.is_equal, found.tensors, sum(told)) == (True, 1, 40)
 
 

@@ -25,10 +25,11 @@ from dcp_core.execution.interfaces import ReadContext
 from dcp_core.formats.objects import encode_value
 from dcp_core.inspection.census import sum_by, take_census
 from dcp_core.inspection.holdings import Folding, Holdings, fold, holdings_of
+from dcp_core.inspection.names import key_matcher
 from dcp_core.inspection.object_summaries import READ_BYTES, summarize_objects, summary_of
 from dcp_core.inspection.palette import colour_of, text_colour_on
 from dcp_core.inspection.svg_picture import draw_svg
-from dcp_core.inspection.text_picture import as_text, draw_text
+from dcp_core.inspection.text_picture import as_text, draw_text, holding_runs
 from dcp_core.metadata import EVERY_RANK, Metadata
 from tests.core.metadata_samples import Checkpoint, Tensor, checkpoints, grid_cells, small_checkpoint
 
@@ -64,7 +65,7 @@ def regular(shape: tuple[int, ...], pieces: tuple[int, ...]) -> Cells:
 @settings(max_examples=60, deadline=None)
 def test_what_is_counted_is_what_counting_one_by_one_finds(made: Checkpoint) -> None:
     census = take_census(Metadata(made.source()))
-    entries = census.tensors(census.rows_of(None))
+    entries = census.tensors(census.rows_of(key_matcher(None)))
     assert len(entries) == len(made.tensors)
     for entry, tensor in zip(entries, made.tensors, strict=True):
         assert (entry.name, entry.shape, entry.boxes) == (tensor.name, tensor.shape, len(tensor.boxes))
@@ -88,10 +89,10 @@ def test_what_is_counted_is_what_counting_one_by_one_finds(made: Checkpoint) -> 
 
 def test_names_are_chosen_by_a_pattern_of_the_shell() -> None:
     census = take_census(Metadata(small_checkpoint().source()))
-    chosen = [entry.name for entry in census.tensors(census.rows_of("t*"))]
+    chosen = [entry.name for entry in census.tensors(census.rows_of(key_matcher("t*")))]
     assert chosen == ["tied", "tied.too"]
-    assert census.object_rows_of("no*") == [1, 2]
-    assert census.rows_of("nothing") == []
+    assert census.object_rows_of(key_matcher("no*")) == [1, 2]
+    assert census.rows_of(key_matcher("nothing")) == []
 
 
 def test_sums_by_group_are_exact_where_doubles_are_not() -> None:
@@ -267,6 +268,51 @@ def test_lines_fit_the_terminal_and_every_shape_can_be_drawn(shape: Any, pieces:
     ElementTree.fromstring(draw_svg(held).encode())
 
 
+def test_lines_of_ascii_have_the_same_shape_and_the_name_stays() -> None:
+    held = dataclasses.replace(holdings((4, 4), regular((4, 4), (2, 2)), [0, 1, 2, 3]), name="│w")
+    plain, ascii_only = (as_text(draw_text(held, is_ascii=chosen)) for chosen in (False, True))
+    assert ascii_only.startswith("│w ")
+    assert ascii_only[2:].isascii()
+    swapped = str.maketrans("│─┌┐└┘├┤┬┴┼", "|-+++++++++")
+    assert plain[2:].translate(swapped) == ascii_only[2:]
+
+
+@given(counts=st.lists(st.integers(1, 3), min_size=1, max_size=40), most=st.integers(1, 40))
+def test_holders_are_told_one_by_one_or_in_runs_that_hold_the_same(counts: list[int], most: int) -> None:
+    holder = np.repeat(np.arange(len(counts)), counts).tolist()
+    held = holdings((len(holder), 2), [((row, 0), (1, 2)) for row in range(len(holder))], holder)
+    runs = holding_runs(held, most)
+    assert [each for run in runs for each in range(run.first, run.last + 1)] == list(range(len(counts)))
+    if len(counts) <= most:
+        assert len(runs) == len(counts)
+    for run, following in zip(runs, [*runs[1:], None], strict=True):
+        own = counts[run.first]
+        assert set(counts[run.first : run.last + 1]) == {own}
+        assert f": {own} box" in run.text and f"{own * 2 * held.itemsize:,} bytes" in run.text
+        if following is not None and len(counts) > most:
+            assert counts[following.first] != own
+        if run.first != run.last:
+            assert f"ranks {run.first} to {run.last}: " in run.text
+
+
+def test_a_thousand_ranks_are_one_line_of_the_legend() -> None:
+    held = holdings((1000, 2), [((row, 0), (1, 2)) for row in range(1000)], list(range(1000)))
+    text = as_text(draw_text(held))
+    assert len(text.splitlines()) < 50
+    assert "ranks 0 to 999: 1 box, " in text
+    assert "ranks 0 to 999: 1 box, " in draw_svg(held)
+
+
+def test_every_box_of_the_picture_has_room_for_its_label_and_holes_are_hatched() -> None:
+    held = holdings((32, 32), regular((32, 32), (32, 32)), list(range(1024)))
+    picture = draw_svg(held)
+    texts = {each.text for each in ElementTree.fromstring(picture.encode()).iter(f"{_SVG}text")}
+    assert texts >= {str(rank) for rank in range(1024)}
+    assert "nobody holds this" not in texts
+    hole = draw_svg(holdings((4, 4), [((0, 0), (2, 4)), ((2, 0), (2, 2))], [0, 1]))
+    assert "nobody holds this" in {each.text for each in ElementTree.fromstring(hole.encode()).iter(f"{_SVG}text")}
+
+
 def rectangles(picture: str) -> list[tuple[str, float, str]]:
     """Fill, area and title of every rectangle that has a title."""
     root = ElementTree.fromstring(picture.encode())
@@ -323,7 +369,7 @@ def test_holders_are_ranks_and_a_rank_of_its_own_can_be_chosen() -> None:
     held = holdings_of(metadata, "grid")
     assert held.holders == ("rank 0", "rank 1", "rank 2", "rank 3")
     assert held.holder.tolist() == [3, 2, 1, 0, 3, 2]
-    assert held.held(3) == (2, sum(made.tensors[1].nbytes(box) for box in (0, 4)))
+    assert [int(column[3]) for column in held.all_held()] == [2, sum(made.tensors[1].nbytes(box) for box in (0, 4))]
     assert holdings_of(metadata, "rng", 1).holders == ("rank 1",)
     assert holdings_of(metadata, "rng").holders == ("rank 0",)
     with pytest.raises(ArgumentError, match="rank 7"):
