@@ -102,6 +102,15 @@ def is_passing(error: BaseException) -> bool:
     return any(_passes(cause) for cause in _causes(error))
 
 
+def answer_of(error: BaseException) -> str:
+    """What a server answered, as far as an error tells: status and code, such as "503 SlowDown"; else nothing."""
+    for cause in _causes(error):
+        status = _status(cause)
+        if status is not None and 400 <= status < 600:
+            return f"{status} {_code(cause)}".rstrip().removesuffix(f" {status}")
+    return ""
+
+
 def _causes(error: BaseException) -> Iterator[BaseException]:
     """An error and what it was raised from."""
     found: BaseException | None = error
