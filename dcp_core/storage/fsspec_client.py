@@ -268,17 +268,24 @@ class FsspecClient:
     def _ask(self, what: str, name: str, request: Callable[[Any, str], _Result]) -> _Result:
         file_system, root = self._file_system()
         path = f"{root}/{name}" if name else root
+        tried = 0
+
+        def counted() -> _Result:
+            nonlocal tried
+            tried += 1
+            return request(file_system, path)
+
         try:
-            return self._retries.run(f"{what} {name!r} in {self.shown}", lambda: request(file_system, path))
+            return self._retries.run(f"{what} {name!r} in {self.shown}", counted)
         except (FileNotFoundError, DcpError):
             raise
         except Exception as error:
-            raise self.failure(what, name, error) from self.cause(error)
+            raise self.failure(what, name, error, tried) from self.cause(error)
 
-    def failure(self, what: str, name: str, error: Exception) -> StorageError:
-        """What was raised, as an error of ours, without credentials."""
+    def failure(self, what: str, name: str, error: Exception, tried: int = 1) -> StorageError:
+        """What was raised after so many attempts, as an error of ours, without credentials."""
         told = [f"answered {answer}" for answer in (answer_of(error),) if answer]
-        told += [f"tried {self._retries.attempts} times"] if is_passing(error) else []
+        told += [f"tried {tried} times"] if is_passing(error) else []
         reason = self.scrubbed(f"{type(error).__name__}: {error}" + (f" ({', '.join(told)})" if told else ""))
         number = error.errno if isinstance(error, OSError) else None
         return storage_error(what, name, self.shown, OSError(number or 0, reason) if number else OSError(reason))

@@ -22,7 +22,7 @@ from dcp_core.storage.base import Names, ReadHandle, Storage, WriteHandle, check
 from dcp_core.storage.fsspec_client import KEYS_ONLY, Entry, FsspecClient, knows_scheme, time_of
 from dcp_core.storage.fsspec_uploads import PARTS_IN_FLIGHT, open_upload
 from dcp_core.storage.operations import BytesLike
-from dcp_core.storage.retries import Retries
+from dcp_core.storage.retries import RETRIES_OPTION, Retries
 from dcp_core.storage.urls import inside, is_url, normalised, redacted, schemes_of
 
 RANGE_BYTES = 8 << 20
@@ -55,8 +55,8 @@ class FsspecStorage(Storage):
 
     Args:
         url: The directory; it need not exist yet.
-        options: What fsspec calls storage options.
-        retries: How often a request is made that fails for a reason that passes.
+        options: What fsspec calls storage options; `dcp_retries` among them are the fields of a `Retries`.
+        retries: How often a request is made that fails for a reason that passes; by default what the options say.
 
     Raises:
         ArgumentError: The URL or the options cannot be understood, or a package is missing.
@@ -73,8 +73,10 @@ class FsspecStorage(Storage):
             raise ArgumentError(
                 f"{redacted(url)!r} names no bucket: expected {schemes_of(place)[-1]}://bucket/directory"
             )
-        self.retries = retries or Retries()
-        self._client = FsspecClient(place, options or {}, self.retries)
+        self._options = dict(options or {})
+        self.retries = retries or Retries.from_options(self._options)
+        own = {name: value for name, value in self._options.items() if name != RETRIES_OPTION}
+        self._client = FsspecClient(place, own, self.retries)
         self._room = threading.BoundedSemaphore(PARTS_IN_FLIGHT)
         self._seen: dict[str, tuple[int, float]] = {}
 
@@ -86,7 +88,7 @@ class FsspecStorage(Storage):
     @property
     def options(self) -> Mapping[str, Any]:
         """The storage options, as they were given."""
-        return self._client.options
+        return self._options
 
     @property
     def is_in_process(self) -> bool:
