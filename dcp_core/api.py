@@ -229,13 +229,14 @@ def load(
             reader = _checked(storage_reader, StorageReader, "storage_reader") or _reader()
             chosen = _checked(planner, LoadPlanner, "planner") or StandardLoadPlanner()
             _check_place(checkpoint_id, storage_reader)
-            _check_common(timeout_seconds)
-            _check_flags(no_dist=no_dist, use_collectives=use_collectives)
+            check_deadline(timeout_seconds)
+            check_flags(no_dist=no_dist, use_collectives=use_collectives)
             _check_broadcast(broadcast_replicated_tensors, broadcast_groups, broadcast_batch_bytes)
             _check_verify(verify)
         except ArgumentError as error:
             failed = failed or error
-            reader, chosen, timeout_seconds = FileSystemReader(), StandardLoadPlanner(), _usable(timeout_seconds)
+            reader, chosen = FileSystemReader(), StandardLoadPlanner()
+            timeout_seconds = usable_deadline(timeout_seconds)
             broadcast_batch_bytes = BATCH_BYTES
         options = LoadOptions(
             checkpoint_id, float(timeout_seconds), verify, broadcast_replicated_tensors, broadcast_groups,
@@ -300,15 +301,15 @@ class _SaveOrder:
             writer = _checked(storage_writer, StorageWriter, "storage_writer") or _writer()
             chosen = _checked(planner, SavePlanner, "planner") or StandardSavePlanner()
             _check_place(checkpoint_id, storage_writer)
-            _check_common(timeout_seconds)
-            _check_flags(
+            check_deadline(timeout_seconds)
+            check_flags(
                 no_dist=no_dist, use_collectives=use_collectives, durable=durable, check_replicas=check_replicas
             )
             _check_comparable(check_replicas, alone=no_dist or not use_collectives)
         except ArgumentError as error:
             failed = failed or error
-            writer, chosen, timeout_seconds = FileSystemWriter(), StandardSavePlanner(), _usable(timeout_seconds)
-            durable, check_replicas = True, False
+            writer, chosen = FileSystemWriter(), StandardSavePlanner()
+            timeout_seconds, durable, check_replicas = usable_deadline(timeout_seconds), True, False
         options = SaveOptions(
             checkpoint_id, float(timeout_seconds), bool(durable), f"hyper-dcp {__version__}", bool(check_replicas)
         )
@@ -369,7 +370,8 @@ def _check_place(checkpoint_id: object, storage: object) -> None:
         raise ArgumentError(f"checkpoint_id must be a path or a URL, found {type(checkpoint_id).__name__}")
 
 
-def _check_common(timeout_seconds: object) -> None:
+def check_deadline(timeout_seconds: object) -> None:
+    """Refuse what is no number of seconds to wait for ranks."""
     number = timeout_seconds if isinstance(timeout_seconds, (int, float)) and timeout_seconds is not True else 0
     if not 0 < number <= _LONGEST_SECONDS:
         raise ArgumentError(
@@ -378,16 +380,17 @@ def _check_common(timeout_seconds: object) -> None:
         )
 
 
-def _usable(timeout_seconds: Any) -> float:
+def usable_deadline(timeout_seconds: Any) -> float:
     """A deadline for telling the others about a bad argument."""
     try:
-        _check_common(timeout_seconds)
+        check_deadline(timeout_seconds)
     except ArgumentError:
         return DEADLINE_SECONDS
     return float(timeout_seconds)
 
 
-def _check_flags(**flags: object) -> None:
+def check_flags(**flags: object) -> None:
+    """Refuse what is neither True nor False."""
     for name, value in flags.items():
         if not isinstance(value, (bool, np.bool_)):
             raise ArgumentError(f"{name} must be True or False, found {value!r}")
@@ -401,7 +404,7 @@ def _check_comparable(check_replicas: bool, *, alone: bool) -> None:
 
 
 def _check_async(use_gloo: object, callback: object, on_pending: object) -> None:
-    _check_flags(use_gloo=use_gloo)
+    check_flags(use_gloo=use_gloo)
     if callback is not None and not callable(callback):
         raise ArgumentError(f"callback must be a function without arguments, found {callback!r}")
     if not isinstance(on_pending, str) or on_pending not in ("wait", "raise"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from dcp_core.api import DEADLINE_SECONDS
@@ -19,6 +20,7 @@ def latest_checkpoint(
     no_dist: bool = False,
     process_group: Any = None,
     timeout_seconds: float = DEADLINE_SECONDS,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> str | None:
     """Find the newest complete checkpoint in a directory of checkpoints; every rank of the group calls.
 
@@ -32,6 +34,7 @@ def latest_checkpoint(
         no_dist: This process alone looks.
         process_group: The ranks that call, as for `save`.
         timeout_seconds: How long to wait for the slowest rank.
+        storage_options: What fsspec gets beside a URL.
 
     Returns:
         What `load` takes as `checkpoint_id`; None where there is no complete checkpoint. The same on all ranks.
@@ -41,7 +44,8 @@ def latest_checkpoint(
         DcpError: The same on every rank.
     """
     return survey_checkpoints(
-        root, verify=verify, no_dist=no_dist, process_group=process_group, timeout_seconds=timeout_seconds
+        root, verify=verify, no_dist=no_dist, process_group=process_group, timeout_seconds=timeout_seconds,
+        storage_options=storage_options,
     ).path  # fmt: skip
 
 
@@ -52,6 +56,7 @@ def survey_checkpoints(
     no_dist: bool = False,
     process_group: Any = None,
     timeout_seconds: float = DEADLINE_SECONDS,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> RootSurvey:
     """Find the newest complete checkpoint as `latest_checkpoint` does, and tell what was passed over.
 
@@ -61,13 +66,14 @@ def survey_checkpoints(
         no_dist: This process alone looks.
         process_group: The ranks that call.
         timeout_seconds: How long to wait for the slowest rank.
+        storage_options: What fsspec gets beside a URL.
 
     Returns:
         The checkpoint, and the directories that came before it, with reasons. The same on all ranks.
     """
     return latest.survey_checkpoints(
         root, verify=verify, no_dist=no_dist, process_group=process_group, timeout_seconds=timeout_seconds,
-        adapter=adapter_named("mindspore"),
+        storage_options=storage_options, adapter=adapter_named("mindspore"),
     )  # fmt: skip
 
 
@@ -90,6 +96,7 @@ class CheckpointManager(manager.CheckpointManager):
         durable: As for `save`.
         process_group: The ranks that save, as for `save`.
         timeout_seconds: How long to wait for the slowest rank, in each exchange.
+        storage_options: What fsspec gets beside a URL.
 
     Raises:
         ArgumentError: An argument makes no sense.
@@ -106,9 +113,10 @@ class CheckpointManager(manager.CheckpointManager):
         durable: bool = True,
         process_group: Any = None,
         timeout_seconds: float = DEADLINE_SECONDS,
+        storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(
             root, keep=keep, every=every, keep_every=keep_every, check_replicas=check_replicas, durable=durable,
-            process_group=process_group, timeout_seconds=timeout_seconds, adapter=adapter_named("mindspore"),
-            calls=manager.Calls(api.save, api.async_save, api.load),
+            process_group=process_group, timeout_seconds=timeout_seconds, storage_options=storage_options,
+            adapter=adapter_named("mindspore"), calls=manager.Calls(api.save, api.async_save, api.load),
         )  # fmt: skip

@@ -53,7 +53,7 @@ from dcp_core.storage.commit import Opening, abort, begin, commit, heartbeat
 from dcp_core.storage.fsspec_storage import FsspecStorage, open_fsspec_url
 from dcp_core.storage.local import LocalStorage
 from dcp_core.storage.operations import FileOperations
-from dcp_core.storage.urls import is_url, redacted
+from dcp_core.storage.urls import is_flattened_url, is_url, redacted
 
 OpenUrl = Callable[[str], Storage | None]
 """Makes the storage of a URL whose scheme is not ``file``; None where no plugin knows the scheme."""
@@ -95,12 +95,18 @@ def local_path(checkpoint_id: CheckpointId) -> str:
         ) from error
     if not isinstance(path, str) or not path or "\0" in path:
         raise ArgumentError(f"checkpoint_id {path!r} is no path of a directory")
-    match = _SCHEME.match(path) if isinstance(checkpoint_id, str) else None
-    if match is None:
-        return path
-    if match[1].lower() != "file":
+    if is_flattened_url(path):
         raise ArgumentError(
-            f"checkpoint_id {redacted(path)!r} has the scheme {match[1]!r}; expected a path, a file:// URL, or "
+            f"checkpoint_id {redacted(path)!r} is a URL that lost a slash, as pathlib makes it: pass the URL as a str; "
+            f"a directory of that name on this machine is {'./' + path!r}"
+        )
+    if not isinstance(checkpoint_id, str) or not is_url(path):
+        return path
+    match = _SCHEME.match(path)
+    if match is None or match[1].lower() != "file":
+        scheme = path.partition("://")[0]
+        raise ArgumentError(
+            f"checkpoint_id {redacted(path)!r} has the scheme {scheme!r}; expected a path, a file:// URL, or "
             "one whose scheme an installed plugin knows (`dcp plugins` lists them) or fsspec; or pass a "
             "storage_writer or storage_reader that knows it"
         )

@@ -5,12 +5,13 @@ In: the directory. Out: a path for `load`.
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from dcp_core.adapter import Adapter, AdapterSet
-from dcp_core.api import DEADLINE_SECONDS
+from dcp_core.api import DEADLINE_SECONDS, check_deadline, usable_deadline
 from dcp_core.arrays import NumpyAdapter
 from dcp_core.errors import ArgumentError
 from dcp_core.execution.filesystem import is_other_url, local_path
@@ -20,6 +21,7 @@ from dcp_core.recipes.agreement import Agreement, argument_digests, check_argume
 from dcp_core.recipes.job import Job, attempt
 from dcp_core.recipes.places import storage_at
 from dcp_core.storage.base import Storage
+from dcp_core.storage.urls import inside, redacted
 
 
 def latest_checkpoint(
@@ -29,6 +31,7 @@ def latest_checkpoint(
     no_dist: bool = False,
     process_group: Any = None,
     timeout_seconds: float = DEADLINE_SECONDS,
+    storage_options: Mapping[str, Any] | None = None,
     adapter: Adapter | None = None,
 ) -> str | None:
     """Find the newest complete checkpoint in a directory of checkpoints; every rank of the group calls.
@@ -43,6 +46,7 @@ def latest_checkpoint(
         no_dist: This process alone looks.
         process_group: The ranks that call; the job's by default.
         timeout_seconds: How long to wait for the slowest rank.
+        storage_options: What fsspec gets beside a URL.
         adapter: Which framework's process group to use; plain numpy, a group of one, by default.
 
     Returns:
@@ -54,7 +58,7 @@ def latest_checkpoint(
     """
     return survey_checkpoints(
         root, verify=verify, no_dist=no_dist, process_group=process_group, timeout_seconds=timeout_seconds,
-        adapter=adapter,
+        storage_options=storage_options, adapter=adapter,
     ).path  # fmt: skip
 
 
@@ -65,6 +69,7 @@ def survey_checkpoints(
     no_dist: bool = False,
     process_group: Any = None,
     timeout_seconds: float = DEADLINE_SECONDS,
+    storage_options: Mapping[str, Any] | None = None,
     adapter: Adapter | None = None,
 ) -> RootSurvey:
     """Find the newest complete checkpoint as `latest_checkpoint` does, and tell what was passed over.
@@ -75,6 +80,7 @@ def survey_checkpoints(
         no_dist: This process alone looks.
         process_group: The ranks that call.
         timeout_seconds: How long to wait for the slowest rank.
+        storage_options: What fsspec gets beside a URL.
         adapter: Which framework's process group to use; plain numpy, a group of one, by default.
 
     Returns:
@@ -82,7 +88,8 @@ def survey_checkpoints(
     """
     chosen = NumpyAdapter() if adapter is None else adapter
     return survey_on_ranks(
-        chosen, process_group, timeout_seconds, root, lambda: storage_at(root), verify=verify, no_dist=no_dist
+        chosen, process_group, timeout_seconds, root, lambda: storage_at(root, storage_options), verify=verify,
+        no_dist=no_dist, check=lambda: check_options(storage_options),
     )  # fmt: skip
 
 
@@ -97,12 +104,29 @@ def survey_on_ranks(
     no_dist: bool = False,
     passed_over: Collection[str] = (),
     is_wanted: Callable[[str], bool] = lambda name: True,
+    alike: Mapping[str, object] | None = None,
+    check: Callable[[], None] = lambda: None,
 ) -> RootSurvey:
-    """Look on the coordinator, and tell all ranks. See `survey` and `survey_checkpoints`."""
+    """Look on the coordinator, and tell all ranks. See `survey` and `survey_checkpoints`.
+
+    Args:
+        adapter: As there.
+        process_group: As there.
+        timeout_seconds: As there.
+        root: As there.
+        open_storage_of_root: Makes the storage of the directory.
+        verify: As there.
+        no_dist: As there.
+        passed_over: As there.
+        is_wanted: As there.
+        alike: What else must be the same on all ranks, by name.
+        check: Raises what else is wrong on this rank; all ranks are told.
+    """
     group = adapter.process_group(process_group, with_channel=not no_dist)
     job = Job(AdapterSet(()), group, (adapter.name, adapter.version), use_collectives=not no_dist)
     arguments: dict[str, object] = {
-        "root": str(root), "verify": verify, "timeout_seconds": timeout_seconds, "passed_over": sorted(passed_over),
+        "root": redacted(str(root)), "verify": verify, "timeout_seconds": timeout_seconds,
+        "passed_over": sorted(passed_over), **(alike or {}),
     }  # fmt: skip
 
     def look(payloads: Sequence[bytes]) -> bytes:
@@ -110,25 +134,38 @@ def survey_on_ranks(
         found, skipped = survey(
             open_storage_of_root(), verify=verify, passed_over=passed_over, is_wanted=is_wanted
         )  # fmt: skip
-        warn_of_skipped(skipped)
         path = None if found is None else place_of(root, found.name)
         return RootSurvey(shown_root(root), found, path, skipped).to_bytes()
 
-    payload, error = attempt(lambda: _checked(root, verify, arguments))
-    answer = job.exchange(timeout_seconds).run("latest", payload or b"", error=error, compute=look, is_last=True)
-    return RootSurvey.from_bytes(answer)
+    def checked() -> bytes:
+        check_deadline(timeout_seconds)
+        check()
+        return _checked(root, verify, arguments)
+
+    payload, error = attempt(checked)
+    exchange = job.exchange(usable_deadline(timeout_seconds))
+    answer = exchange.run("latest", payload or b"", error=error, compute=look, is_last=True)
+    found = RootSurvey.from_bytes(answer)
+    warn_of_skipped(found.skipped, logging.WARNING if job.is_coordinator else logging.INFO)
+    return found
 
 
 def place_of(root: CheckpointId, name: str) -> str:
     """What names a checkpoint in a directory of checkpoints: its path, or its URL."""
     if is_other_url(root):
-        return f"{str(root).rstrip('/')}/{name}"
+        return inside(str(root), name)
     return os.path.join(shown_root(root), name)
 
 
 def shown_root(root: CheckpointId) -> str:
     """A directory of checkpoints as its path, made absolute, or its URL."""
     return str(root) if is_other_url(root) else os.path.abspath(local_path(root))
+
+
+def check_options(storage_options: object) -> None:
+    """Refuse what are no storage options."""
+    if storage_options is not None and not isinstance(storage_options, Mapping):
+        raise ArgumentError(f"storage_options must be a mapping, found {type(storage_options).__name__}")
 
 
 def _checked(root: CheckpointId, verify: bool, arguments: dict[str, object]) -> bytes:

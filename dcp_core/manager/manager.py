@@ -6,8 +6,7 @@ In: steps and states. Out: a directory `step_<number>` for each save, a link `la
 from __future__ import annotations
 
 import logging
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
@@ -15,23 +14,26 @@ from typing import Any, TypeVar
 
 from dcp_core import api
 from dcp_core.adapter import Adapter
-from dcp_core.api import DEADLINE_SECONDS
+from dcp_core.api import DEADLINE_SECONDS, check_deadline, check_flags
 from dcp_core.arrays import NumpyAdapter
 from dcp_core.background.response import AsyncSaveResponse
 from dcp_core.errors import ArgumentError, CorruptError, DcpError, IncompleteError, NotFoundError
+from dcp_core.execution.filesystem import FileSystemReader, FileSystemWriter, is_other_url
 from dcp_core.execution.interfaces import CheckpointId
-from dcp_core.manager.latest import place_of, shown_root, survey_on_ranks
-from dcp_core.manager.retention import Retention, after_commit
-from dcp_core.manager.survey import step_of
+from dcp_core.manager.latest import check_options, place_of, shown_root, survey_on_ranks
+from dcp_core.manager.retention import Retention, after_commit, warn_of_higher_steps
+from dcp_core.manager.steps import NoPlace, is_step_name, name_of, step_number
+from dcp_core.manager.survey import RootSurvey, step_of
+from dcp_core.manager.whole_numbers import whole_number
 from dcp_core.metadata import Metadata
+from dcp_core.plugins import open_storage
 from dcp_core.recipes.places import storage_at
 from dcp_core.storage.base import Storage
+from dcp_core.storage.urls import redacted
 
 _Manager = TypeVar("_Manager", bound="CheckpointManager")
 
-_PREFIX = "step_"
-_OURS = re.compile(rf"{_PREFIX}[0-9]{{1,18}}")
-_LARGEST_STEP = 10**18 - 1
+_OWN_ARGUMENTS = frozenset(("checkpoint_id", "storage_writer", "no_dist", "use_collectives"))
 _LOG = logging.getLogger("dcp.manager")
 
 
@@ -63,6 +65,7 @@ class CheckpointManager:
         durable: As for `save`.
         process_group: The ranks that save; the job's by default.
         timeout_seconds: How long to wait for the slowest rank, in each exchange.
+        storage_options: What fsspec gets beside a URL.
         adapter: Which framework's process group to use; plain numpy, a group of one, by default.
         calls: The functions that save and load; those of `adapter` by default.
 
@@ -81,15 +84,21 @@ class CheckpointManager:
         durable: bool = True,
         process_group: Any = None,
         timeout_seconds: float = DEADLINE_SECONDS,
+        storage_options: Mapping[str, Any] | None = None,
         adapter: Adapter | None = None,
         calls: Calls | None = None,
     ) -> None:
-        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-            raise ArgumentError(f"every must be a whole number of steps, 1 or more, found {every!r}")
+        check_flags(check_replicas=check_replicas, durable=durable)
+        check_deadline(timeout_seconds)
+        check_options(storage_options)
         self.root = shown_root(root)
+        if is_other_url(self.root):
+            storage_at(self.root, storage_options)  # says now what a save would say after many steps
+        self._storage_options = storage_options
         self._retention = Retention(keep, keep_every)
-        self._every = every
+        self._every = whole_number("every", every, "1 or more", least=1)
         self._durable = durable
+        self._told_of: set[str] = set()
         self._check_replicas = check_replicas
         self._common = {"process_group": process_group, "timeout_seconds": timeout_seconds}
         self._adapter: Adapter = NumpyAdapter() if adapter is None else adapter
@@ -100,8 +109,13 @@ class CheckpointManager:
         )
 
     def should_save(self, step: int) -> bool:
-        """Whether a step is a multiple of `every`; step 0 is not."""
-        return step > 0 and step % self._every == 0
+        """Whether a step is a multiple of `every`; step 0 is not.
+
+        Raises:
+            ArgumentError: It is no number of a step.
+        """
+        number = step_number(step)
+        return number > 0 and number % self._every == 0
 
     def save(self, step: int, state_dict: Mapping[Any, Any], **options: Any) -> Metadata:
         """Save the state of a step, then remove what is not kept.
@@ -118,11 +132,11 @@ class CheckpointManager:
             DcpError: The same on every rank: nothing was removed; or an earlier asynchronous save had failed, and
                 nobody had awaited it.
         """
-        name = _name_of(step)
+        arguments = self._arguments(step, options)
         decides = self._decides()
-        metadata = self._calls.save(state_dict, **self._arguments(name, options))
+        metadata = self._calls.save(state_dict, **arguments)
         if decides:
-            self._after_commit(name)
+            self._after_commit(name_of(step))
         return metadata
 
     def async_save(
@@ -147,27 +161,30 @@ class CheckpointManager:
         Raises:
             DcpError: The same on every rank: nothing was begun.
         """
-        name = _name_of(step)
+        arguments = self._arguments(step, options)
         decides = self._decides()
 
         def committed() -> None:
             if decides:
-                self._after_commit(name)
+                self._after_commit(name_of(step))
             if callback is not None:
                 callback()
 
-        if callback is not None and not callable(callback):
-            raise ArgumentError(f"callback must be a function without arguments, found {callback!r}")
-        return self._calls.async_save(state_dict, callback=committed, **self._arguments(name, options))
+        is_good = callback is None or callable(callback)
+        told: Any = committed if is_good else callback  # a bad one is refused by the save, on all ranks
+        return self._calls.async_save(state_dict, callback=told, **arguments)
 
-    def resume(self, state_dict: Mapping[Any, Any], *, verify: bool = False, **options: Any) -> int | None:
-        """Load the newest checkpoint that is whole into a state.
+    def resume(
+        self, state_dict: Mapping[Any, Any], *, step: int | None = None, verify: bool = False, **options: Any
+    ) -> int | None:
+        """Load the newest checkpoint that is whole into a state, or that of a step.
 
-        One that proves to be damaged while it is loaded is passed over, with a warning, and the one before is loaded:
-        so on every rank.
+        A newest one that proves to be damaged while it is loaded is passed over, with a warning, and the one before is
+        loaded: so on every rank.
 
         Args:
             state_dict: As for `load`.
+            step: Whose checkpoint is loaded, and no other; None: the newest.
             verify: Whether to read all files of a checkpoint and compare checksums before any target is touched.
                 A load compares those of what it reads in any case.
             options: What else `load` takes but `verify`.
@@ -176,25 +193,28 @@ class CheckpointManager:
             The step whose state it is; None where there is no checkpoint, and the state is as it was.
 
         Raises:
+            NotFoundError: There is no whole checkpoint of the step that was asked for.
             DcpError: The same on every rank. Where all checkpoints are damaged, what the newest one's load raised.
         """
         self.wait()
         passed_over: set[str] = set()
         first: DcpError | None = None
         while True:
-            found = survey_on_ranks(
-                self._adapter, self._common["process_group"], self._common["timeout_seconds"], self.root,
-                self._open_root, verify=verify, passed_over=passed_over, is_wanted=_is_ours,
-            )  # fmt: skip
+            found = self._survey(options, step=step, verify=verify, passed_over=passed_over)
             if found.newest is None:
+                if step is not None:
+                    raise _no_such_step(step, self.root, found)
                 if first is not None:
                     raise first
                 return None
             name = found.newest.name
             try:
-                self._calls.load(state_dict, **{"checkpoint_id": place_of(self.root, name)} | self._common | options)
+                self._calls.load(state_dict, **self._place_to_load(name) | self._common | options)
             except (CorruptError, IncompleteError, NotFoundError) as error:
-                _LOG.warning("%r cannot be loaded, and the checkpoint before it is tried: %s", name, error)
+                if step is not None:
+                    raise
+                level = logging.WARNING if self._decides() else logging.INFO
+                _LOG.log(level, "%r cannot be loaded, and the checkpoint before it is tried: %s", name, error)
                 passed_over.add(name)
                 first = first or error
                 continue
@@ -202,10 +222,7 @@ class CheckpointManager:
 
     def latest(self) -> str | None:
         """Find the newest complete checkpoint of this manager; every rank calls. What `load` takes, or None."""
-        return survey_on_ranks(
-            self._adapter, self._common["process_group"], self._common["timeout_seconds"], self.root,
-            self._open_root, is_wanted=_is_ours,
-        ).path  # fmt: skip
+        return self._survey({}).path
 
     def wait(self) -> None:
         """Wait for the save of this process that is in flight.
@@ -231,23 +248,60 @@ class CheckpointManager:
         try:
             self.wait()
         except Exception as failure:  # what ended the block comes first
-            _LOG.warning("a save into %s failed: %s", self.root, failure)
+            _LOG.warning("a save into %s failed: %s", redacted(self.root), failure)
 
     # -- where, and what happens there ----------------------------------------------------------------------------
 
     def _open_root(self) -> Storage:
-        return storage_at(self.root)
+        return storage_at(self.root, self._storage_options)
 
     def _place(self, name: str) -> dict[str, Any]:
         """What tells `save` where a checkpoint goes."""
-        return {"checkpoint_id": place_of(self.root, name)}
+        place: dict[str, Any] = {"checkpoint_id": place_of(self.root, name)}
+        if self._storage_options:
+            place["storage_writer"] = FileSystemWriter(open_url=open_storage, storage_options=self._storage_options)
+        return place
 
-    def _arguments(self, name: str, options: Mapping[str, Any]) -> dict[str, Any]:
-        refused = sorted({"checkpoint_id", "storage_writer", "no_dist", "use_collectives"} & set(options))
-        if refused:
-            raise ArgumentError(f"{', '.join(refused)}: a CheckpointManager says itself where and how ranks save")
+    def _place_to_load(self, name: str) -> dict[str, Any]:
+        """What tells `load` where a checkpoint is."""
+        place: dict[str, Any] = {"checkpoint_id": place_of(self.root, name)}
+        if self._storage_options:
+            place["storage_reader"] = FileSystemReader(open_url=open_storage, storage_options=self._storage_options)
+        return place
+
+    def _arguments(self, step: int, options: Mapping[str, Any]) -> dict[str, Any]:
+        """What a save gets. What is wrong here goes to the save, which tells the other ranks."""
         own = {"durable": self._durable, "check_replicas": self._check_replicas}
-        return {**self._place(name), **self._common, **own, **options}
+        try:
+            _refuse("save", options, *_OWN_ARGUMENTS)
+            place = self._place(name_of(step))
+        except ArgumentError as error:
+            place = {"checkpoint_id": NoPlace(error)}
+            options = {name: value for name, value in options.items() if name not in _OWN_ARGUMENTS}
+        return {**place, **self._common, **own, **options}
+
+    def _survey(
+        self,
+        options: Mapping[str, Any],
+        *,
+        step: int | None = None,
+        verify: bool = False,
+        passed_over: Collection[str] = (),
+    ) -> RootSurvey:
+        """Look for the newest checkpoint, or for that of a step."""
+
+        def check() -> None:
+            _refuse("load", options, "checkpoint_id", "no_dist", "use_collectives")
+            if step is not None:
+                step_number(step)
+
+        kept = self._retention
+        alike = {"keep": kept.keep, "every": self._every, "keep_every": kept.keep_every, "step": step}
+        return survey_on_ranks(
+            self._adapter, self._common["process_group"], self._common["timeout_seconds"], self.root,
+            self._open_root, verify=verify, passed_over=passed_over, alike=alike, check=check,
+            is_wanted=lambda name: is_step_name(name) and (step is None or step_of(name) == step),
+        )  # fmt: skip
 
     def _decides(self) -> bool:
         """Whether this rank moves the link and removes checkpoints."""
@@ -256,16 +310,18 @@ class CheckpointManager:
     def _after_commit(self, name: str) -> None:
         try:
             root = self._open_root()
-            after_commit(root, name, self._retention, is_ours=_is_ours, durable=self._durable)
+            after_commit(root, name, self._retention, is_ours=is_step_name, durable=self._durable)
+            warn_of_higher_steps(root, name, is_ours=is_step_name, told=self._told_of)
         except Exception:  # a storage of somebody else's; the checkpoint is committed, and training goes on
             _LOG.warning("the checkpoint %r is committed, but what comes after failed", name, exc_info=True)
 
 
-def _name_of(step: int) -> str:
-    if isinstance(step, bool) or not hasattr(step, "__index__") or not 0 <= int(step) <= _LARGEST_STEP:
-        raise ArgumentError(f"step must be a whole number from 0 to {_LARGEST_STEP}, found {step!r}")
-    return f"{_PREFIX}{int(step)}"
+def _refuse(what: str, options: Mapping[str, Any], *names: str) -> None:
+    refused = sorted(set(names) & set(options))
+    if refused:
+        raise ArgumentError(f"{', '.join(refused)}: a CheckpointManager says itself where and how ranks {what}")
 
 
-def _is_ours(name: str) -> bool:
-    return _OURS.fullmatch(name) is not None and step_of(name) is not None
+def _no_such_step(step: int, root: str, found: RootSurvey) -> NotFoundError:
+    reasons = "".join(f" ({each.reason})" for each in found.skipped)
+    return NotFoundError(f"there is no whole checkpoint of step {step} in {redacted(root)!r}{reasons}")

@@ -11,17 +11,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from dcp_core.errors import ArgumentError, DcpError, FormatError
+from dcp_core.errors import DcpError, FormatError
 from dcp_core.execution.present_metadata import open_present
 from dcp_core.file_names import METADATA_NAME
 from dcp_core.formats.metadata_file import file_names
-from dcp_core.manager.survey import FoundCheckpoint, candidates, check_candidate
+from dcp_core.manager.survey import FoundCheckpoint, candidates, check_candidate, step_of
+from dcp_core.manager.whole_numbers import whole_number
 from dcp_core.storage.base import Storage
 from dcp_core.storage.removal import clear_dead_save, remove_checkpoint
 
 LATEST_NAME = "latest"
 """Leads to the checkpoint that was committed last."""
 
+_NAMES_SHOWN = 8
 _LOG = logging.getLogger("dcp.manager")
 
 
@@ -40,8 +42,8 @@ class Retention:
     def __post_init__(self) -> None:
         for name in ("keep", "keep_every"):
             value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise ArgumentError(f"{name} must be a whole number, 1 or more, or None, found {value!r}")
+            if value is not None:
+                object.__setattr__(self, name, whole_number(name, value, "1 or more, or None", least=1))
 
     def is_milestone(self, found: FoundCheckpoint) -> bool:
         """Whether a checkpoint is kept for its step."""
@@ -69,6 +71,42 @@ def after_commit(
     if retention.keep is not None:
         remove_old = partial(_remove_old, root, committed, retention, is_ours, durable=durable)
         _quietly("remove old checkpoints", remove_old)
+
+
+def warn_of_higher_steps(root: Storage, committed: str, *, is_ours: Callable[[str], bool], told: set[str]) -> None:
+    """Say in the log which whole checkpoints have higher steps than the one that was just committed.
+
+    They come first when a run is resumed, which who went back to an older checkpoint does not want.
+
+    Args:
+        root: The directory of checkpoints.
+        committed: The one that was just committed.
+        is_ours: Tells which names count.
+        told: What was said before; what is said now is added.
+    """
+    step = step_of(committed) or 0
+    try:
+        names = [name for name in root.list_directories() if is_ours(name) and (step_of(name) or 0) > step]
+        higher = sorted(set(names) - told, key=lambda name: step_of(name) or 0)
+        told.update(higher)
+        whole = [name for name in higher if _holds_checkpoint(root, name)]
+    except DcpError as error:  # nothing that a training has to know
+        _LOG.debug("whether there are higher steps than %r is unknown: %s", committed, error)
+        return
+    if whole:
+        _LOG.warning(
+            "%r was saved while %s of a higher step lies beside it: resume() and latest_checkpoint() go by the number "
+            "and prefer that; remove it if its run was given up",
+            committed, ", ".join(map(repr, whole[:_NAMES_SHOWN])) + (" and more" if len(whole) > _NAMES_SHOWN else ""),
+        )  # fmt: skip
+
+
+def _holds_checkpoint(root: Storage, name: str) -> bool:
+    try:
+        check_candidate(root, name)
+    except FormatError:
+        return False
+    return True
 
 
 def _quietly(what: str, action: Callable[[], None]) -> None:
@@ -104,12 +142,10 @@ def _remove_old(
 
 def _is_whole(root: Storage, name: str) -> bool:
     """Whether a directory holds a complete checkpoint; what dead saves left in one that does not is removed."""
-    try:
-        check_candidate(root, name)
-    except FormatError:
+    is_whole = _holds_checkpoint(root, name)
+    if not is_whole:
         _clear(root, name)
-        return False
-    return True
+    return is_whole
 
 
 def _remove(root: Storage, name: str, *, durable: bool) -> None:

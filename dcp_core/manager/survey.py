@@ -212,7 +212,7 @@ def _some(ranks: Sequence[int]) -> str:
     return ", ".join(map(str, ranks[:8])) + (" and more" if len(ranks) > 8 else "")
 
 
-def warn_of_skipped(skipped: Sequence[SkippedCheckpoint]) -> None:
+def warn_of_skipped(skipped: Sequence[SkippedCheckpoint], level: int = logging.WARNING) -> None:
     """Say in the log which directories were passed over, and why."""
     for each in skipped:
-        _LOG.warning("%r is no checkpoint to go on from, and is passed over: %s", each.name, each.reason)
+        _LOG.log(level, "%r is no checkpoint to go on from, and is passed over: %s", each.name, each.reason)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from dcp_core.execution.filesystem import FileSystemReader, is_other_url, local_path
 from dcp_core.execution.huggingface import HuggingFaceReader
@@ -15,11 +16,12 @@ from dcp_core.storage.fsspec_storage import open_fsspec_url
 from dcp_core.storage.local import LocalStorage
 
 
-def storage_at(place: CheckpointId | Storage) -> Storage:
+def storage_at(place: CheckpointId | Storage, options: Mapping[str, Any] | None = None) -> Storage:
     """The storage of a directory.
 
     Args:
         place: A path, a URL, or a storage, which is given back.
+        options: What fsspec gets beside a URL.
 
     Raises:
         ArgumentError: No path, and no URL that anybody knows.
@@ -28,7 +30,7 @@ def storage_at(place: CheckpointId | Storage) -> Storage:
         return place
     if not is_other_url(place):
         return LocalStorage(local_path(place))
-    opened = open_storage(str(place)) or open_fsspec_url(str(place))
+    opened = open_storage(str(place)) or open_fsspec_url(str(place), options)
     return LocalStorage(local_path(place)) if opened is None else opened  # local_path says that nobody knows it
 
 

@@ -18,7 +18,7 @@ import xxhash
 
 from dcp_core.errors import ArgumentError, DcpError, StorageError
 from dcp_core.storage.base import storage_error
-from dcp_core.storage.retries import Retries, is_passing
+from dcp_core.storage.retries import Retries, answer_of, is_passing
 from dcp_core.storage.urls import HIDDEN, passwords_in, redacted, schemes_of
 
 INSTALL = 'python3 -m pip install "hyper-dcp[fsspec]"'
@@ -28,7 +28,7 @@ Entry = Mapping[str, Any]
 
 _Result = TypeVar("_Result")
 _S3 = ("s3", "s3a")
-_KEYS_ONLY = frozenset((*_S3, "gs", "gcs", "az", "abfs", "abfss", "adl", "oss", "oci", "ocilake", "tos", "cos", "cosn"))
+KEYS_ONLY = frozenset((*_S3, "gs", "gcs", "az", "abfs", "abfss", "adl", "oss", "oci", "ocilake", "tos", "cos", "cosn"))
 """Schemes of stores that know keys and no directories."""
 
 _RENAMING = frozenset(("file", "local", "sftp", "ssh", "hdfs", "arrow_hdfs"))
@@ -37,6 +37,15 @@ _RENAMING = frozenset(("file", "local", "sftp", "ssh", "hdfs", "arrow_hdfs"))
 _IN_PROCESS = frozenset(("memory",))
 _TIMES = ("LastModified", "last_modified", "updated", "mtime", "modified", "modificationTime", "created")
 _OPEN_SECRETS = ("endpoint", "url", "region", "anon", "version", "protocol", "project", "account_name")
+_INSTALL_PACKAGE = "python3 -m pip install"
+_PACKAGES = {
+    **dict.fromkeys(_S3, "s3fs"),
+    **dict.fromkeys(("gs", "gcs"), "gcsfs"),
+    **dict.fromkeys(("az", "abfs", "abfss", "adl"), "adlfs"),
+    **dict.fromkeys(("hdfs", "arrow_hdfs"), "pyarrow"),
+    **dict.fromkeys(("sftp", "ssh"), "paramiko"),
+}
+_NO_BUCKET = "NoSuchBucket"
 _SHORTEST_SECRET = 4
 _MOST_INSTANCES = 32
 _VARIABLES = ("AWS_", "AZURE_", "FSSPEC_", "GCSFS_", "GOOGLE_", "HADOOP_")
@@ -83,7 +92,7 @@ class FsspecClient:
         self._secrets = (*_secrets_of(self.options), *passwords_in(url))
         self._own: tuple[int, Any, str] | None = None
         scheme = schemes_of(url)[-1]
-        self.knows_directories = scheme not in _KEYS_ONLY
+        self.knows_directories = scheme not in KEYS_ONLY
         self.renames = scheme in _RENAMING
         self.is_in_process = scheme in _IN_PROCESS
         self._file_system()
@@ -115,7 +124,9 @@ class FsspecClient:
                 _instances[key] = made
                 return made, str(path).rstrip("/")
         except ImportError as error:
-            raise ArgumentError(f"{self.shown} needs a package that is not installed: {error}") from error
+            package = _PACKAGES.get(schemes_of(self.url)[-1])
+            remedy = f"; {_INSTALL_PACKAGE} {package}" if package else ""
+            raise ArgumentError(f"{self.shown} needs a package that is not installed: {error}{remedy}") from error
         except Exception as error:
             text = self.scrubbed(f"{type(error).__name__}: {error}")
             raise ArgumentError(f"fsspec makes no file system of {self.shown}: {text}") from self.cause(error)
@@ -249,23 +260,33 @@ class FsspecClient:
     def _or_none(self, what: str, name: str, request: Callable[[Any, str], _Result]) -> _Result | None:
         try:
             return self._ask(what, name, request)
-        except FileNotFoundError:
+        except FileNotFoundError as error:
+            if answer_of(error).endswith(_NO_BUCKET):
+                raise self.failure(what, name, error) from self.cause(error)
             return None
 
     def _ask(self, what: str, name: str, request: Callable[[Any, str], _Result]) -> _Result:
         file_system, root = self._file_system()
         path = f"{root}/{name}" if name else root
+        tried = 0
+
+        def counted() -> _Result:
+            nonlocal tried
+            tried += 1
+            return request(file_system, path)
+
         try:
-            return self._retries.run(f"{what} {name!r} in {self.shown}", lambda: request(file_system, path))
+            return self._retries.run(f"{what} {name!r} in {self.shown}", counted)
         except (FileNotFoundError, DcpError):
             raise
         except Exception as error:
-            raise self.failure(what, name, error) from self.cause(error)
+            raise self.failure(what, name, error, tried) from self.cause(error)
 
-    def failure(self, what: str, name: str, error: Exception) -> StorageError:
-        """What was raised, as an error of ours, without credentials."""
-        tried = f" (tried {self._retries.attempts} times)" if is_passing(error) else ""
-        reason = self.scrubbed(f"{type(error).__name__}: {error}{tried}")
+    def failure(self, what: str, name: str, error: Exception, tried: int = 1) -> StorageError:
+        """What was raised after so many attempts, as an error of ours, without credentials."""
+        told = [f"answered {answer}" for answer in (answer_of(error),) if answer]
+        told += [f"tried {tried} times"] if is_passing(error) else []
+        reason = self.scrubbed(f"{type(error).__name__}: {error}" + (f" ({', '.join(told)})" if told else ""))
         number = error.errno if isinstance(error, OSError) else None
         return storage_error(what, name, self.shown, OSError(number or 0, reason) if number else OSError(reason))
 

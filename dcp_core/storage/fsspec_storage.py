@@ -19,11 +19,11 @@ from typing import Any
 from dcp_core.errors import ArgumentError, CorruptError, DcpError, IncompleteError, NotFoundError, StorageError
 from dcp_core.file_names import MAILBOX_PREFIX, parse_data_file_name
 from dcp_core.storage.base import Names, ReadHandle, Storage, WriteHandle, check_name, storage_error
-from dcp_core.storage.fsspec_client import Entry, FsspecClient, knows_scheme, time_of
+from dcp_core.storage.fsspec_client import KEYS_ONLY, Entry, FsspecClient, knows_scheme, time_of
 from dcp_core.storage.fsspec_uploads import PARTS_IN_FLIGHT, open_upload
 from dcp_core.storage.operations import BytesLike
-from dcp_core.storage.retries import Retries
-from dcp_core.storage.urls import is_url
+from dcp_core.storage.retries import RETRIES_OPTION, Retries
+from dcp_core.storage.urls import inside, is_url, normalised, redacted, schemes_of
 
 RANGE_BYTES = 8 << 20
 """A larger read is made by several requests at once."""
@@ -55,8 +55,8 @@ class FsspecStorage(Storage):
 
     Args:
         url: The directory; it need not exist yet.
-        options: What fsspec calls storage options.
-        retries: How often a request is made that fails for a reason that passes.
+        options: What fsspec calls storage options; `dcp_retries` among them are the fields of a `Retries`.
+        retries: How often a request is made that fails for a reason that passes; by default what the options say.
 
     Raises:
         ArgumentError: The URL or the options cannot be understood, or a package is missing.
@@ -68,20 +68,27 @@ class FsspecStorage(Storage):
     def __init__(self, url: str, options: Mapping[str, Any] | None = None, *, retries: Retries | None = None) -> None:
         if not isinstance(url, str) or not is_url(url) or "\0" in url:
             raise ArgumentError(f"{url!r} is no URL of a directory: expected scheme://...")
-        self.retries = retries or Retries()
-        self._client = FsspecClient(url.rstrip("/"), options or {}, self.retries)
+        place = normalised(url)
+        if place.endswith("//") and schemes_of(place)[-1] in KEYS_ONLY:
+            raise ArgumentError(
+                f"{redacted(url)!r} names no bucket: expected {schemes_of(place)[-1]}://bucket/directory"
+            )
+        self._options = dict(options or {})
+        self.retries = retries or Retries.from_options(self._options)
+        own = {name: value for name, value in self._options.items() if name != RETRIES_OPTION}
+        self._client = FsspecClient(place, own, self.retries)
         self._room = threading.BoundedSemaphore(PARTS_IN_FLIGHT)
         self._seen: dict[str, tuple[int, float]] = {}
 
     @property
     def url(self) -> str:
-        """The directory, as it was given."""
+        """The directory, without slashes at its end."""
         return self._client.url
 
     @property
     def options(self) -> Mapping[str, Any]:
         """The storage options, as they were given."""
-        return self._client.options
+        return self._options
 
     @property
     def is_in_process(self) -> bool:
@@ -90,7 +97,7 @@ class FsspecStorage(Storage):
 
     def folder(self, name: str) -> FsspecStorage:
         """The storage of a directory inside this one."""
-        return FsspecStorage(f"{self.url}/{check_name(name)}", self.options, retries=self.retries)
+        return FsspecStorage(inside(self.url, check_name(name)), self.options, retries=self.retries)
 
     # --- the directory -------------------------------------------------------------------------------
 

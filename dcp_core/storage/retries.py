@@ -8,11 +8,17 @@ from __future__ import annotations
 
 import errno
 import logging
+import math
 import random
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import TypeVar
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
+
+from dcp_core.errors import ArgumentError
+
+RETRIES_OPTION = "dcp_retries"
+"""Among storage options: how often requests are made. Not fsspec's, which never sees it."""
 
 _LOG = logging.getLogger("dcp.storage")
 _Result = TypeVar("_Result")
@@ -58,11 +64,34 @@ class Retries:
         attempts: How many times a request is made at most.
         first_pause_seconds: Before the second one; each pause after it is twice as long.
         longest_pause_seconds: No pause is longer. Each is cut by up to a half, at random, so that ranks spread.
+        total_seconds: No attempt begins later than this after the first one.
     """
 
-    attempts: int = 6
+    attempts: int = 10
     first_pause_seconds: float = 0.1
     longest_pause_seconds: float = 5.0
+    total_seconds: float = 300.0
+
+    def __post_init__(self) -> None:
+        if isinstance(self.attempts, bool) or not isinstance(self.attempts, int) or self.attempts < 1:
+            raise ArgumentError(f"attempts must be a whole number, 1 or more, found {self.attempts!r}")
+        for name in ("first_pause_seconds", "longest_pause_seconds", "total_seconds"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+                raise ArgumentError(f"{name} must be a number of seconds, 0 or more, found {value!r}")
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any]) -> Retries:
+        """Read what a user wants among storage options, under `RETRIES_OPTION`; what is not named is as by default.
+
+        Raises:
+            ArgumentError: It makes no sense.
+        """
+        wanted = options.get(RETRIES_OPTION, {})
+        known = [each.name for each in fields(cls)]
+        if not isinstance(wanted, Mapping) or not set(wanted) <= set(known):
+            raise ArgumentError(f"{RETRIES_OPTION} must be a mapping with some of {', '.join(known)}, found {wanted!r}")
+        return cls(**wanted)
 
     def run(self, what: str, request: Callable[[], _Result]) -> _Result:
         """Make a request until it succeeds.
@@ -74,15 +103,16 @@ class Retries:
         Raises:
             Exception: What the last attempt raised; what the first one raised, if that does not pass.
         """
-        attempt = 1
+        attempt, deadline = 1, time.monotonic() + self.total_seconds
         while True:
             try:
                 return request()
             except Exception as error:
-                if attempt >= self.attempts or not is_passing(error):
+                pause = self.pause_seconds(attempt)
+                if attempt >= self.attempts or not is_passing(error) or time.monotonic() + pause > deadline:
                     raise
                 _LOG.info("%s: %s; attempt %d of %d", what, type(error).__name__, attempt, self.attempts)
-            time.sleep(self.pause_seconds(attempt))
+            time.sleep(pause)
             attempt += 1
 
     def pause_seconds(self, attempt: int) -> float:
@@ -100,6 +130,15 @@ def is_passing(error: BaseException) -> bool:
     if isinstance(error, _FINAL):
         return False
     return any(_passes(cause) for cause in _causes(error))
+
+
+def answer_of(error: BaseException) -> str:
+    """What a server answered, as far as an error tells: status and code, such as "503 SlowDown"; else nothing."""
+    for cause in _causes(error):
+        status = _status(cause)
+        if status is not None and 400 <= status < 600:
+            return f"{status} {_code(cause)}".rstrip().removesuffix(f" {status}")
+    return ""
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:

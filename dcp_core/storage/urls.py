@@ -8,6 +8,8 @@ from __future__ import annotations
 import re
 
 _URL = re.compile(r"(?:[A-Za-z][A-Za-z0-9+.-]*::)*[A-Za-z][A-Za-z0-9+.-]+://")
+_FLATTENED = re.compile(r"(?:[A-Za-z][A-Za-z0-9+.-]*::)*[A-Za-z][A-Za-z0-9+.-]+:/(?!/)")
+_SCHEMES = re.compile(r"(?:^|(?<=::))[A-Za-z][A-Za-z0-9+.-]*(?=://|::)")
 _USER = re.compile(r"(?P<before>[A-Za-z][A-Za-z0-9+.-]*://)(?P<user>[^/@:\s]*):(?P<password>[^/\s]*)@")
 _QUERY = re.compile(r"(?P<before>[A-Za-z][A-Za-z0-9+.-]*://[^\s?'\"]*)\?[^\s'\":]+")
 
@@ -21,6 +23,36 @@ def is_url(text: str) -> bool:
     (True, True, False, False)
     """
     return _URL.match(text) is not None
+
+
+def is_flattened_url(path: str) -> bool:
+    """Return whether a path is what `pathlib`, or a typing error, makes of a URL: a scheme with one slash.
+
+    >>> is_flattened_url("s3:/bucket/step"), is_flattened_url("s3://bucket/step"), is_flattened_url("./s3:/bucket")
+    (True, False, False)
+    """
+    return _FLATTENED.match(path) is not None
+
+
+def normalised(url: str) -> str:
+    """Write a URL's schemes in lower case, and leave out slashes at its end.
+
+    >>> normalised("S3://Bucket/Step//"), normalised("memory://"), normalised("Dir::FILE:///A/")
+    ('s3://Bucket/Step', 'memory://', 'dir::file:///A')
+    """
+    lowered = _SCHEMES.sub(lambda found: found[0].lower(), url)
+    trimmed = lowered.rstrip("/")
+    return f"{trimmed}//" if trimmed.endswith(":") else trimmed
+
+
+def inside(url: str, name: str) -> str:
+    """Name what lies in the directory that a URL names.
+
+    >>> inside("s3://bucket/run/", "step_1"), inside("memory://", "step_1")
+    ('s3://bucket/run/step_1', 'memory://step_1')
+    """
+    start = normalised(url)
+    return f"{start}{name}" if start.endswith("/") else f"{start}/{name}"
 
 
 def schemes_of(url: str) -> tuple[str, ...]:

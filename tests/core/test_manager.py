@@ -11,7 +11,15 @@ import numpy as np
 import pytest
 
 from dcp_core import api
-from dcp_core.errors import ArgumentError, CorruptError, DcpError, MissingKeysError, ReplicasDifferError, StorageError
+from dcp_core.errors import (
+    ArgumentError,
+    CorruptError,
+    DcpError,
+    MissingKeysError,
+    NotFoundError,
+    ReplicasDifferError,
+    StorageError,
+)
 from dcp_core.execution.filesystem import FileSystemWriter
 from dcp_core.manager.manager import CheckpointManager
 from dcp_core.storage.intent import post_intent
@@ -280,11 +288,83 @@ def test_saves_go_by_every(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "how", [{"keep": 0}, {"keep": True}, {"keep": 1.0}, {"every": 0}, {"every": None}, {"keep_every": -1}]
-)
-def test_a_manager_refuses_numbers_that_make_no_sense(tmp_path: Path, how: dict[str, Any]) -> None:
+    "how",
+    [
+        {"keep": 0}, {"keep": True}, {"keep": 1.0}, {"every": 0}, {"every": None}, {"keep_every": -1},
+        {"durable": None}, {"check_replicas": 1}, {"timeout_seconds": 0}, {"storage_options": "key"},
+    ],
+)  # fmt: skip
+def test_a_manager_refuses_what_makes_no_sense_before_the_first_step(tmp_path: Path, how: dict[str, Any]) -> None:
     with pytest.raises(ArgumentError, match=next(iter(how))):
         CheckpointManager(tmp_path, **how)
+
+
+def test_a_root_that_nobody_knows_is_told_before_the_first_step() -> None:
+    for root in ("nope://bucket/run", "s3:/bucket/run", "s3://", Path("s3://bucket/run")):
+        with pytest.raises(ArgumentError, match=r"nope|s3:"):
+            CheckpointManager(root)
+
+
+def test_numbers_of_numpy_are_numbers(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path, keep=np.int64(1), every=np.int32(5), durable=False)  # type: ignore[arg-type]  # that is the point
+    for step in (5, 10):
+        assert manager.should_save(np.int64(step))  # type: ignore[arg-type]  # so is that
+        manager.save(step, state_at(step))
+    assert steps(tmp_path) == [10]
+    for bad in (1.0, True, "5", None, -5):
+        with pytest.raises(ArgumentError, match="step"):
+            manager.should_save(bad)  # type: ignore[arg-type]  # and that
+
+
+# -- going back --------------------------------------------------------------------------------------------------------
+
+
+def test_resume_goes_back_to_the_step_that_is_asked_for(tmp_path: Path) -> None:
+    put(tmp_path, 10, 20, 30)
+    manager = CheckpointManager(tmp_path)
+    state = state_at(0)
+    assert manager.resume(state, step=20) == 20
+    assert state["step"] == 20 and (state["w"] == 20.0).all()
+    with pytest.raises(NotFoundError, match="no whole checkpoint of step 25"):
+        manager.resume(state, step=25)
+    with pytest.raises(ArgumentError, match="step"):
+        manager.resume(state, step=-1)
+    assert state["step"] == 20
+
+
+@pytest.mark.parametrize("verify", [False, True])
+def test_a_damaged_step_that_is_asked_for_is_an_error_not_a_reason_to_go_back(tmp_path: Path, verify: bool) -> None:
+    put(tmp_path, 10, 20)
+    path = tmp_path / "step_20" / "_rank0_.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(NotFoundError if verify else CorruptError, match="_rank0_.safetensors"):
+        CheckpointManager(tmp_path).resume(state_at(0), step=20, verify=verify)
+
+
+def test_a_higher_step_that_lies_beside_a_new_one_is_named_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    put(tmp_path, 10, 20, 30)
+    os.truncate(tmp_path / "step_30" / "_rank0_.safetensors", 5)  # nobody would go on from this one
+    manager = CheckpointManager(tmp_path, durable=False)
+    assert manager.resume(state_at(0), step=10) == 10
+    for step in (11, 12):
+        manager.save(step, state_at(step))
+    manager.save(40, state_at(40))
+    warned = [record.getMessage() for record in caplog.records if "higher step" in record.getMessage()]
+    assert len(warned) == 1
+    assert "'step_11' was saved while 'step_20' of a higher step" in warned[0] and "step_30" not in warned[0]
+
+
+def test_resume_refuses_what_the_manager_decides(tmp_path: Path) -> None:
+    put(tmp_path, 10)
+    state = state_at(0)
+    for options in ({"checkpoint_id": tmp_path / "step_9"}, {"no_dist": True}, {"use_collectives": False}):
+        with pytest.raises(ArgumentError, match=next(iter(options))):
+            CheckpointManager(tmp_path).resume(state, **options)
+    assert state["step"] == 0
 
 
 def test_a_save_refuses_what_the_manager_decides(tmp_path: Path) -> None:
@@ -334,6 +414,43 @@ def _on_ranks(context: RankContext, root: Path) -> tuple[list[int | None], Outco
         latest = manager.latest()
     seat.share()
     return resumed, differs, latest
+
+
+def _differ(context: RankContext, root: Path) -> list[Outcome]:
+    """What is wrong on rank 1 only, or differs between ranks; then a save that is right."""
+    seat, rank = Seat.of(context), context.rank
+    how: Any = {"adapter": NumpyRankAdapter(), "timeout_seconds": 30.0, "durable": False}
+    manager = CheckpointManager(root, **how)
+    ends = [
+        outcome_of(manager.save, -1 if rank == 1 else 1, {"a": 1}),
+        outcome_of(manager.async_save, "1" if rank == 1 else 1, {"a": 1}),
+        outcome_of(manager.save, 1, {"a": 1}, **({"no_dist": True} if rank == 1 else {})),
+        outcome_of(manager.async_save, 1, {"a": 1}, callback=3 if rank == 1 else None),
+        outcome_of(manager.resume, {"a": 1}, step=-1 if rank == 1 else None),
+        outcome_of(manager.resume, {"a": 1}, step=rank),
+        outcome_of(CheckpointManager(root, every=1 + rank, **how).resume, {"a": 1}),
+        outcome_of(CheckpointManager(root, keep=1 + rank, **how).resume, {"a": 1}),
+    ]
+    manager.save(1, {"a": 1})
+    seat.share()
+    return ends
+
+
+def test_what_is_wrong_on_one_rank_is_told_to_all_ranks(tmp_path: Path) -> None:
+    expected = [
+        ("ArgumentError", "rank 1: step must be"),
+        ("ArgumentError", "rank 1: step must be"),
+        ("ArgumentError", "rank 1: no_dist: a CheckpointManager"),
+        ("ArgumentError", "rank 1: callback must be"),
+        ("ArgumentError", "rank 1: step must be"),
+        ("ArgumentsDifferError", "step is 0 on rank 0"),
+        ("ArgumentsDifferError", "every is 1 on rank 0"),
+        ("ArgumentsDifferError", "keep is 1 on rank 0"),
+    ]
+    for ends in run_ranks(_differ, 3, tmp_path, timeout_seconds=60.0):
+        for end, (kind, text) in zip(ends, expected, strict=True):
+            assert (end.kind, text in end.message) == (kind, True), (end, text)
+    assert names(tmp_path) == ["latest -> step_1", "step_1"]
 
 
 def test_ranks_save_together_and_rank_0_removes(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from dcp_core import api
-from dcp_core.errors import IncompleteError, NotFoundError, StorageError
+from dcp_core.errors import ArgumentError, IncompleteError, NotFoundError, StorageError
 from dcp_core.execution.filesystem import FileSystemReader, FileSystemWriter
 from dcp_core.storage import fsspec_storage, fsspec_uploads
 from dcp_core.storage.fsspec_storage import HELD_BYTES, FsspecStorage
@@ -86,10 +86,37 @@ def test_a_fault_that_stays_is_an_error_after_so_many_attempts(
     object_store: ObjectStore, storage: FsspecStorage, fault: str
 ) -> None:
     object_store.traffic.fail(fault, "^HEAD ", times=100)
-    with pytest.raises(StorageError, match=r"could not look up 'a' in 's3://.*\(tried 4 times\)"):
+    with pytest.raises(StorageError, match=r"could not look up 'a' in 's3://.*\(.*tried 4 times\)"):
         storage.size("a")
     made = len(object_store.traffic.requests)  # the client sends again by itself what met an old connection's end
     assert QUICK.attempts <= made <= 2 * QUICK.attempts
+
+
+def test_no_attempt_begins_after_the_total_time(object_store: ObjectStore, url: str) -> None:
+    retries = {"attempts": 1000, "first_pause_seconds": 0.01, "longest_pause_seconds": 0.02, "total_seconds": 0.3}
+    storage = FsspecStorage(url, {"dcp_retries": retries})
+    object_store.traffic.fail("503", "^HEAD ", times=1000)
+    with pytest.raises(StorageError, match=r"answered 503.*, tried [0-9]+ times"):
+        storage.size("a")
+    assert len(object_store.traffic.of("^HEAD ")) <= 0.3 / 0.005 + 1  # no pause is shorter
+
+
+def test_options_say_how_often_and_the_default_bears_a_server_that_restarts(url: str) -> None:
+    options = {"use_listings_cache": False, "dcp_retries": {"attempts": 2}}
+    storage = FsspecStorage(url, options)
+    assert storage.retries == Retries(attempts=2) and storage.options == options
+    assert storage.folder("x").retries == storage.retries
+    writer = FileSystemWriter(url, storage_options=options)
+    assert (writer.rebuild_arguments() or {})["storage_options"] == options  # so a background process knows it
+    usual = Retries()
+    pauses = [usual.pause_seconds(attempt) for attempt in range(1, usual.attempts)]
+    assert 10 < sum(pauses) < 30 < usual.total_seconds
+    for wrong in (
+        5, {"attempts": 0}, {"attempts": True}, {"attempts": 1.5}, {"tries": 3}, {"total_seconds": -1},
+        {"first_pause_seconds": "1"}, {"total_seconds": float("inf")}, {"longest_pause_seconds": float("nan")},
+    ):  # fmt: skip
+        with pytest.raises(ArgumentError, match=r"dcp_retries|attempts|_seconds"):
+            FsspecStorage(url, {"dcp_retries": wrong})
 
 
 def test_what_is_forbidden_or_not_there_is_not_asked_for_again(

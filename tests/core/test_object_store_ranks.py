@@ -14,6 +14,8 @@ import pytest
 from dcp_core import api
 from dcp_core.errors import CoordinationTimeoutError, StorageError
 from dcp_core.execution.filesystem import FileSystemReader, FileSystemWriter
+from dcp_core.manager.latest import latest_checkpoint
+from dcp_core.manager.manager import CheckpointManager
 from dcp_core.storage import fsspec_uploads
 from dcp_core.storage.fsspec_client import FsspecClient
 from dcp_core.storage.fsspec_storage import FsspecStorage
@@ -268,6 +270,38 @@ def test_options_reach_the_background_process_and_nobody_else(
     assert target["step"] == 3 and (target["weight"] == state["weight"]).all()
     storage = FsspecStorage(url, options)
     assert all(SECRET.encode() not in storage.read(name) for name in storage.list())
+
+
+def test_a_manager_takes_options_too(
+    object_store: ObjectStore, url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in list(os.environ):
+        if name.startswith("AWS_"):
+            monkeypatch.delenv(name)
+    options = {
+        "key": "loopback-key", "secret": SECRET, "endpoint_url": object_store.endpoint,
+        "client_kwargs": {"region_name": "us-east-1"},
+    }  # fmt: skip
+    caplog.set_level("DEBUG", "dcp")
+    target = {"weight": np.zeros(6)}
+    with CheckpointManager(url, keep=1, storage_options=options) as manager:
+        manager.save(1, {"weight": np.ones(6)})
+        manager.async_save(2, {"weight": np.full(6, 2.0)})
+        assert manager.resume(target) == 2
+    assert (target["weight"] == 2.0).all()
+    assert latest_checkpoint(url, storage_options=options) == f"{url}/step_2"
+    assert FsspecStorage(url, options).list() == ["latest", "step_2"]
+    object_store.traffic.fail("403", "^PUT", times=10)
+    with pytest.raises(StorageError, match="answered 403 AccessDenied"):
+        manager.save(3, {"weight": np.ones(6)})
+    assert SECRET not in caplog.text
+
+
+def test_a_bucket_that_is_not_there_is_an_error_not_an_empty_directory(object_store: ObjectStore) -> None:
+    with pytest.raises(StorageError, match="NoSuchBucket"):
+        latest_checkpoint("s3://nobody-made-this/run")
+    with pytest.raises(StorageError, match="NoSuchBucket"):
+        CheckpointManager("s3://nobody-made-this/run").resume({"a": 1})
 
 
 def test_an_error_shows_no_secret(object_store: ObjectStore, url: str) -> None:

@@ -12,6 +12,8 @@ import pytest
 from dcp_core import api
 from dcp_core.errors import ArgumentError, ArgumentsDifferError, NotFoundError, StorageError
 from dcp_core.execution.filesystem import FileSystemReader, FileSystemWriter
+from dcp_core.manager.latest import latest_checkpoint
+from dcp_core.manager.manager import CheckpointManager
 from dcp_core.storage.fsspec_client import FsspecClient, time_of
 from dcp_core.storage.fsspec_storage import FsspecStorage, open_fsspec_url
 from dcp_core.storage.retries import Retries
@@ -103,6 +105,55 @@ def test_what_is_no_url_is_refused(url: str) -> None:
     with pytest.raises(ArgumentError, match="no URL"):
         FsspecStorage(url)
     assert open_fsspec_url("step_1") is None
+
+
+def test_a_url_never_becomes_a_directory_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    lost = (Path("s3://bucket/x"), "s3:/bucket/x", "file:/x", "simplecache::s3:/x")
+    for place, text in (
+        ("s3://", "names no bucket"),
+        ("gs:///", "names no bucket"),
+        ("nope::memory://x", "'nope::memory'"),
+        ("nope::file:///x", "'nope::file'"),
+        *((place, "lost a slash") for place in lost),
+    ):
+        for call in (
+            lambda place=place: api.save(state(1.0), checkpoint_id=place),
+            lambda place=place: api.load(state(1.0), checkpoint_id=place),
+            lambda place=place: latest_checkpoint(place),
+        ):
+            with pytest.raises(ArgumentError, match=text):
+                call()
+    assert list(tmp_path.iterdir()) == []
+    api.save(state(1.0), checkpoint_id="./s3:/x")  # a strange name, but a path
+    assert (api.read(tmp_path / "s3:" / "x", "weight") == 1.0).all()
+
+
+def test_the_root_of_a_store_is_a_place_too_and_schemes_have_no_case() -> None:
+    api.save(state(2.0), checkpoint_id="memory://")
+    assert (api.read("Memory:///", "weight") == 2.0).all()
+    manager = CheckpointManager("MEMORY://", keep=1)
+    manager.save(1, state(1.0))
+    manager.save(2, state(2.0))
+    assert manager.latest() == "memory://step_2" and manager.resume(state(0.0)) == 2
+    assert FsspecStorage("memory://").list_directories().count("step_1") == 0
+    for name in FsspecStorage("memory://step_2").list():
+        FsspecStorage("memory://step_2").remove(name)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "package"),
+    [("s3", "s3fs"), ("gs", "gcsfs"), ("abfs", "adlfs"), ("hdfs", "pyarrow"), ("sftp", "paramiko")],
+)
+def test_a_missing_package_is_named_with_the_command_that_installs_it(
+    scheme: str, package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def absent(*arguments: object, **options: object) -> None:
+        raise ImportError(f"no {package}")
+
+    monkeypatch.setattr("fsspec.core.url_to_fs", absent)
+    with pytest.raises(ArgumentError, match=f"python3 -m pip install {package}"):
+        FsspecStorage(f"{scheme}://nobody/at/{scheme}")
 
 
 # -- what is not shown ----------------------------------------------------------------------------------------------
