@@ -23,6 +23,7 @@ from dcp_core.background.task import PersistResult, PersistTask, Seat
 from dcp_core.background.writer_spec import WriterSpec
 from dcp_core.errors import CoordinationError, CoordinationTimeoutError, DcpError, RankFailedError
 from dcp_core.execution.interfaces import StorageWriter
+from dcp_core.storage.operations import present_umask
 
 LIGHT = "light"
 """The process that runs the core alone."""
@@ -91,7 +92,7 @@ class ProcessCarrier:
         """Announce the save; its intent record belongs to the background process, which outlives the trainer."""
         message = {
             "do": "begin", "writer": self._spec.to_plain(), "save_id": save_id, "rank": rank,
-            "with_mailbox": with_mailbox,
+            "with_mailbox": with_mailbox, "umask": present_umask(),
         }  # fmt: skip
         answer = self._process.request(message)
         try:
@@ -117,7 +118,7 @@ class ProcessCarrier:
         shared = self._process.share(self._arena)
         message = {
             "do": "persist", "task": task.to_plain(), "writer": self._spec.to_plain(), "channel": self._channel,
-            "trainer": os.getpid(),
+            "trainer": os.getpid(), "umask": present_umask(),
         }  # fmt: skip
         answer = self._process.request(message)
 

@@ -19,11 +19,13 @@ from dcp_core.api import DEADLINE_SECONDS
 from dcp_core.arrays import NumpyAdapter
 from dcp_core.background.response import AsyncSaveResponse
 from dcp_core.errors import ArgumentError, CorruptError, DcpError, IncompleteError, NotFoundError
+from dcp_core.execution.filesystem import FileSystemWriter
 from dcp_core.execution.interfaces import CheckpointId
 from dcp_core.manager.latest import place_of, shown_root, survey_on_ranks
 from dcp_core.manager.retention import Retention, after_commit
 from dcp_core.manager.survey import step_of
 from dcp_core.metadata import Metadata
+from dcp_core.plugins import open_storage
 from dcp_core.recipes.places import storage_at
 from dcp_core.storage.base import Storage
 
@@ -239,8 +241,9 @@ class CheckpointManager:
         return storage_at(self.root)
 
     def _place(self, name: str) -> dict[str, Any]:
-        """What tells `save` where a checkpoint goes."""
-        return {"checkpoint_id": place_of(self.root, name)}
+        """What tells `save` where a checkpoint goes: into no link, which nobody would look into afterwards."""
+        writer = FileSystemWriter(open_url=open_storage, follows_link=False)
+        return {"checkpoint_id": place_of(self.root, name), "storage_writer": writer}
 
     def _arguments(self, name: str, options: Mapping[str, Any]) -> dict[str, Any]:
         refused = sorted({"checkpoint_id", "storage_writer", "no_dist", "use_collectives"} & set(options))

@@ -98,10 +98,10 @@ def test_a_stale_handle_is_taken_for_absent_and_tried_again(tmp_path: Path, monk
     channel.put("a", b"there")
     real_open, failures = os.open, [errno.ESTALE] * 3
 
-    def stale(path: str, *rest: Any) -> int:
+    def stale(path: str, *rest: Any, **more: Any) -> int:
         if failures:
             raise OSError(failures.pop(), "stale file handle", path)
-        return real_open(path, *rest)
+        return real_open(path, *rest, **more)
 
     monkeypatch.setattr(os, "open", stale)
     assert channel.wait("a", 5) == b"there"
@@ -115,14 +115,14 @@ def test_waiting_lists_the_directory_so_that_a_remembered_absence_is_forgotten(
     channel = DirectoryChannel(tmp_path)
     channel.put("a", b"there")
     real_open, real_listdir = os.open, os.listdir
-    listed: list[str] = []
+    listed: list[int] = []
 
-    def open_or_remember(path: str, *rest: Any) -> int:
-        if not listed:
+    def open_or_remember(path: str, *rest: Any, **more: Any) -> int:
+        if path == "a" and not listed:
             raise FileNotFoundError(errno.ENOENT, "remembered as absent", path)
-        return real_open(path, *rest)
+        return real_open(path, *rest, **more)
 
-    def listdir(path: str) -> list[str]:
+    def listdir(path: int) -> list[str]:
         listed.append(path)
         return real_listdir(path)
 
@@ -173,10 +173,10 @@ def test_a_stale_handle_does_not_lose_a_message(tmp_path: Path, monkeypatch: Any
     channel = DirectoryChannel(tmp_path)
     real_replace, failures = os.replace, [errno.ESTALE] * 3
 
-    def stale(source: str, target: str) -> None:
+    def stale(source: str, target: str, **places: int) -> None:
         if failures:
             raise OSError(failures.pop(), "stale file handle", target)
-        real_replace(source, target)
+        real_replace(source, target, **places)
 
     monkeypatch.setattr(os, "replace", stale)
     channel.put("a", b"there")
