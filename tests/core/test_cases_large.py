@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -67,7 +68,7 @@ def test_a_tensor_and_a_file_beyond_4_gib_keep_every_byte(
     operations = _Sparse()
     writer = FileSystemWriter(storage=LocalStorage(tmp_path / "step", operations))
     api.save({"large": large, "after": np.arange(5.0)}, storage_writer=writer, durable=False)
-    file = tmp_path / "step" / "_rank0_.safetensors"
+    file = max((tmp_path / "step").glob("_rank0_*.safetensors"), key=lambda path: path.stat().st_size)
     about = file.stat()
     assert about.st_size > 4 * GIBIBYTE + ROW_BYTES
     if about.st_blocks * 512 > GIBIBYTE:
@@ -81,7 +82,7 @@ def test_a_tensor_and_a_file_beyond_4_gib_keep_every_byte(
         opened.seek(about.st_size - ROW_BYTES // 2 - 100)
         opened.write(b"\x01")
     damaged = Box(offsets=(ROWS - 1, 0), sizes=(1, ROW_BYTES))
-    with pytest.raises(CorruptError, match="_rank0_"):
+    with pytest.raises(CorruptError, match=re.escape(file.name)):
         api.read(tmp_path / "step", "large", damaged)
     report = verify(tmp_path / "step")
-    assert len(report.problems) == 1, report
+    assert [problem.file for problem in report.problems] == [file.name], report

@@ -222,6 +222,39 @@ def test_something_else_in_the_place_of_the_directory_is_refused(tmp_path: Path,
     assert sorted(os.listdir(tmp_path)) == ["kept", "mailbox"]
 
 
+def test_no_message_goes_through_a_link_in_the_place_of_the_directory(tmp_path: Path, monkeypatch: Any) -> None:
+    clock = VirtualClock().rule(monkeypatch, directory)
+    kept, place = tmp_path / "kept", tmp_path / "mailbox"
+    kept.mkdir()
+    (kept / "a").write_bytes(b"of somebody else")
+    os.utime(kept, (0, 0))
+    place.symlink_to(kept)
+    channel = DirectoryChannel(place, make=False)
+    for call in (lambda: channel.put("b", b"x"), lambda: channel.delete("a"), lambda: channel.wait("a", 1)):
+        with pytest.raises(NotADirectoryError):
+            call()
+    clock.now += 100
+    assert channel.names() == frozenset()
+    assert (os.listdir(kept), os.stat(kept).st_mtime) == (["a"], 0)
+
+
+def test_a_pipe_is_no_message_and_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "a")
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(OSError, match="no regular file"):
+        DirectoryChannel(tmp_path).wait("a", 1)
+    assert len(os.listdir("/proc/self/fd")) == len(before)
+
+
+def test_messages_are_their_owners_alone(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        DirectoryChannel(tmp_path).put("a", b"x")
+    finally:
+        os.umask(before)
+    assert os.stat(tmp_path / "a").st_mode & 0o777 == 0o600
+
+
 def test_names_are_the_messages_listed_as_recently_as_is_asked(tmp_path: Path) -> None:
     channel, other = DirectoryChannel(tmp_path), DirectoryChannel(tmp_path)
     (tmp_path / f".{'0' * 16}.tmp").write_bytes(b"not finished")
