@@ -24,6 +24,7 @@ from dcp_core.background.task import PersistResult, PersistTask, Seat
 from dcp_core.background.writer_spec import WriterSpec
 from dcp_core.errors import CoordinationError, CoordinationTimeoutError, DcpError, RankFailedError
 from dcp_core.execution.interfaces import StorageWriter
+from dcp_core.storage.operations import present_umask
 
 LIGHT = "light"
 """The process that runs the core alone."""
@@ -98,7 +99,7 @@ class ProcessCarrier:
         """Announce the save; its intent record belongs to the background process, which outlives the trainer."""
         message = {
             "do": "begin", "writer": self._spec.to_plain(), "save_id": save_id, "rank": rank,
-            "with_mailbox": with_mailbox,
+            "with_mailbox": with_mailbox, "umask": present_umask(),
         }  # fmt: skip
         suffix: str = answered(self._process, message, f"began save {save_id}", self._seat)["suffix"]
         return suffix
@@ -122,7 +123,7 @@ class ProcessCarrier:
         shared = self._process.share(self._arena)
         message = {
             "do": "persist", "task": task.to_plain(), "writer": self._spec.to_plain(), "channel": self._channel,
-            "trainer": os.getpid(),
+            "trainer": os.getpid(), "umask": present_umask(),
         }  # fmt: skip
         answer = self._process.request(message)
         watch = Watch(self._process, task.seat.rank, task.seat.timeout_seconds + GRACE_SECONDS)

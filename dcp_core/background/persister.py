@@ -57,6 +57,9 @@ class Persister:
         }.get(what)  # fmt: skip
         if serve is None:
             raise CoordinationError(f"the background process does not know the request {what!r}")
+        umask = message.get("umask")
+        if umask is not None:
+            os.umask(umask)  # files get the rights that the trainer would give them now, not when this process began
         return serve(message)
 
     def cancel(self, save_id: str) -> bool:

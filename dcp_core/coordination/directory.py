@@ -10,6 +10,7 @@ import re
 import secrets
 import stat
 import time
+from collections.abc import Iterator
 
 from dcp_core.errors import CoordinationError
 
@@ -25,6 +26,9 @@ _REMOVE_TRIES = 5
 _TOUCH_SECONDS = 15.0
 _MOST_NBYTES = 1 << 33
 """More than the plans of any job; what claims more is no message."""
+_DIRECTORY_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_CREATE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+_READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a pipe must not be waited for
 
 _log = logging.getLogger("dcp.coordination")
 
@@ -37,8 +41,10 @@ class DirectoryChannel:
     listing the directory now and then makes them look again. So does touching it, now and then in a long wait, which
     also shows whoever cleans up that somebody still waits here.
 
+    No link is followed: every operation opens the directory first, and works in what it has opened.
+
     Args:
-        path: The directory.
+        path: The directory. With `make` its links are resolved once, here; else the last part must be none.
         make: Whether to make it, and those above it, now. `prepare` makes it later.
 
     Raises:
@@ -52,6 +58,7 @@ class DirectoryChannel:
         self._touched_at = time.monotonic()
         if make:
             os.makedirs(self.path, exist_ok=True)
+            self.path = os.path.realpath(self.path)
 
     def prepare(self) -> None:
         """Make the directory; it may exist.
@@ -67,10 +74,10 @@ class DirectoryChannel:
 
     def put(self, name: str, payload: bytes) -> None:
         """Post a message."""
-        target = self._file(name)
+        _check_name(name)
         for attempt in range(_STALE_TRIES):
             try:
-                self._write(target, payload)
+                self._write(name, payload)
                 return
             except OSError as error:
                 if error.errno != errno.ESTALE or attempt == _STALE_TRIES - 1:
@@ -83,17 +90,17 @@ class DirectoryChannel:
 
         However short the time: before it gives up it lists the directory and looks once more.
         """
-        target = self._file(name)
+        _check_name(name)
         deadline = time.monotonic() + timeout_seconds
         pause, pauses = _FIRST_PAUSE_SECONDS, 0
         while True:
-            message = _read(target)
+            message = self._read(name)
             if message is not None:
                 return message
             left = deadline - time.monotonic()
             if left <= 0:
                 self._look_again()
-                return _read(target)
+                return self._read(name)
             time.sleep(min(pause, left))
             pauses += 1
             if pauses % _PAUSES_PER_LISTING == 0:
@@ -102,8 +109,10 @@ class DirectoryChannel:
 
     def delete(self, name: str) -> None:
         """Remove a message; one that is not there is no error."""
+        _check_name(name)
         try:
-            os.unlink(self._file(name))
+            with self._opened() as here:
+                os.unlink(name, dir_fd=here)
         except OSError as error:
             if error.errno not in _ABSENT:
                 raise
@@ -131,8 +140,6 @@ class DirectoryChannel:
         """
         for attempt in range(_REMOVE_TRIES):
             try:
-                if os.path.islink(self.path):
-                    raise OSError(errno.ENOTDIR, "a link is in the place of the directory", self.path)
                 if not only_if_empty:
                     self._remove_messages()
                 os.rmdir(self.path)
@@ -145,26 +152,54 @@ class DirectoryChannel:
             time.sleep(_STALE_PAUSE_SECONDS)
 
     def _remove_messages(self) -> None:
-        for name in os.listdir(self.path):
-            if _NAME.fullmatch(name) or _TEMPORARY.fullmatch(name):
-                with contextlib.suppress(OSError):
-                    os.unlink(os.path.join(self.path, name))
+        with self._opened() as here:
+            for name in os.listdir(here):
+                if _NAME.fullmatch(name) or _TEMPORARY.fullmatch(name):
+                    with contextlib.suppress(OSError):
+                        os.unlink(name, dir_fd=here)
 
-    def _file(self, name: str) -> str:
-        if _NAME.fullmatch(name) is None:
-            raise CoordinationError(f"{name!r} is no name for a message: use letters, digits, '.' and '-'")
-        return os.path.join(self.path, name)
-
-    def _write(self, target: str, payload: bytes) -> None:
-        temporary = os.path.join(self.path, f".{secrets.token_hex(8)}.tmp")
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    @contextlib.contextmanager
+    def _opened(self) -> Iterator[int]:
+        """Open the directory itself, so that nothing that takes its place meanwhile is written to."""
+        descriptor = os.open(self.path, _DIRECTORY_FLAGS)
         try:
-            with open(descriptor, "wb", buffering=0) as file:
-                _write_all(file.fileno(), payload)
-            os.replace(temporary, target)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)
+            yield descriptor
+        finally:
+            os.close(descriptor)
+
+    def _write(self, name: str, payload: bytes) -> None:
+        temporary = f".{secrets.token_hex(8)}.tmp"
+        with self._opened() as here:
+            descriptor = os.open(temporary, _CREATE_FLAGS, 0o600, dir_fd=here)
+            try:
+                with open(descriptor, "wb", buffering=0) as file:
+                    _write_all(file.fileno(), payload)
+                os.replace(temporary, name, src_dir_fd=here, dst_dir_fd=here)
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    os.unlink(temporary, dir_fd=here)
+                raise
+
+    def _read(self, name: str) -> bytes | None:
+        """The whole file, or None if it is not there (or went away while it was read)."""
+        try:
+            with self._opened() as here:
+                descriptor = os.open(name, _READ_FLAGS, dir_fd=here)
+            try:
+                found = os.fstat(descriptor)
+                path = os.path.join(self.path, name)
+                if not stat.S_ISREG(found.st_mode):
+                    number = errno.EISDIR if stat.S_ISDIR(found.st_mode) else errno.EINVAL
+                    raise OSError(number, "no message, for it is no regular file", path)
+                if found.st_size > _MOST_NBYTES:
+                    raise OSError(errno.EFBIG, f"{found.st_size} bytes are more than any message has", path)
+                with open(descriptor, "rb", buffering=0, closefd=False) as file:
+                    return file.read()
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            if error.errno in _ABSENT:
+                return None
             raise
 
     def _look_again(self) -> None:
@@ -173,8 +208,10 @@ class DirectoryChannel:
         try:
             if now - self._touched_at > _TOUCH_SECONDS:
                 self._touched_at = now
-                os.utime(self.path)
-            self._listed = frozenset(name for name in os.listdir(self.path) if not name.startswith("."))
+                with self._opened() as here:
+                    os.utime(here)
+            with self._opened() as here:
+                self._listed = frozenset(name for name in os.listdir(here) if not name.startswith("."))
         except OSError as error:
             self._listed = None if error.errno in _ABSENT else frozenset()
             _log.debug("%s could not be listed: %s", self.path, error)
@@ -187,23 +224,6 @@ def _write_all(descriptor: int, payload: bytes) -> None:
         rest = rest[os.write(descriptor, rest) :]
 
 
-def _read(path: str) -> bytes | None:
-    """The whole file, or None if it is not there (or went away while it was read)."""
-    descriptor = -1
-    try:
-        # without waiting for who writes, where somebody put a pipe into its place
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode):
-            raise OSError(errno.EISDIR if stat.S_ISDIR(found.st_mode) else errno.EINVAL, "no regular file", path)
-        if found.st_size > _MOST_NBYTES:
-            raise OSError(errno.EFBIG, f"{found.st_size} bytes are more than any message has", path)
-        with open(descriptor, "rb", buffering=0, closefd=False) as file:
-            return file.read()
-    except OSError as error:
-        if error.errno in _ABSENT:
-            return None
-        raise
-    finally:
-        if descriptor >= 0:
-            os.close(descriptor)
+def _check_name(name: str) -> None:
+    if _NAME.fullmatch(name) is None:
+        raise CoordinationError(f"{name!r} is no name for a message: use letters, digits, '.' and '-'")

@@ -208,6 +208,13 @@ class _Directory:
             raise ArgumentError(_NOWHERE)
         return self._storage
 
+    def refuse_link(self) -> None:
+        """Raise where a link has the name of the directory."""
+        if self._path is not None and os.path.islink(self._path):
+            raise StorageError(
+                f"{self._path!r} is a link, which is not followed here: see who made it, and what lies there"
+            )
+
 
 class _MailboxDirectory(DirectoryChannel):
     """A mailbox in the checkpoint's directory, which it makes if need be."""
@@ -233,6 +240,7 @@ class FileSystemWriter(StorageWriter):
             passes what the installed plugins know, `dcp_core.plugins.open_storage`.
         storage_options: What fsspec gets beside a URL, such as an endpoint. Credentials are better left to the
             environment; none of this is stored or logged.
+        follows_link: Whether a link may have the name of the directory, which then is where it leads.
     """
 
     def __init__(
@@ -243,8 +251,10 @@ class FileSystemWriter(StorageWriter):
         storage: Storage | None = None,
         open_url: OpenUrl | None = None,
         storage_options: Mapping[str, Any] | None = None,
+        follows_link: bool = True,
     ) -> None:
         self.durable = durable
+        self._follows_link = follows_link
         self._directory = _Directory(path, storage, open_url, storage_options)
         self._context: WriteContext | None = None
         self._opening: Opening | None = None
@@ -263,7 +273,10 @@ class FileSystemWriter(StorageWriter):
         Raises:
             NewerVersionError: The directory holds a checkpoint of a newer format version. Nothing is written then.
             ArgumentError: It holds a checkpoint of another program, or, for a rank alone, of a whole job.
+            StorageError: The storage refuses, or there is a link where none is followed.
         """
+        if not self._follows_link:
+            self._directory.refuse_link()
         storage = self._directory.storage
         refuse_unknown(storage, metadata_name(rank))
         self._opening = begin(storage, save_id, rank=rank, files_of=file_names)
@@ -336,7 +349,9 @@ class FileSystemWriter(StorageWriter):
     def path_arguments(self) -> dict[str, Any] | None:
         """The arguments of this class that point another writer at the same directory; None where it has no path."""
         arguments = self._directory.arguments
-        return None if arguments is None else {**arguments, "durable": self.durable}
+        if arguments is None:
+            return None
+        return {**arguments, "durable": self.durable, **({} if self._follows_link else {"follows_link": False})}
 
     def abort_checkpoint(self) -> None:
         """Remove what this rank wrote, and the save's intent record where this rank made it."""

@@ -256,11 +256,11 @@ class CheckpointManager:
         return storage_at(self.root, self._storage_options)
 
     def _place(self, name: str) -> dict[str, Any]:
-        """What tells `save` where a checkpoint goes."""
-        place: dict[str, Any] = {"checkpoint_id": place_of(self.root, name)}
-        if self._storage_options:
-            place["storage_writer"] = FileSystemWriter(open_url=open_storage, storage_options=self._storage_options)
-        return place
+        """What tells `save` where a checkpoint goes: into no link, which nobody would look into afterwards."""
+        writer = FileSystemWriter(
+            open_url=open_storage, storage_options=self._storage_options or None, follows_link=False
+        )
+        return {"checkpoint_id": place_of(self.root, name), "storage_writer": writer}
 
     def _place_to_load(self, name: str) -> dict[str, Any]:
         """What tells `load` where a checkpoint is."""

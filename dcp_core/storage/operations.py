@@ -170,6 +170,15 @@ def free_bytes(place: int | str) -> int | None:
     return blocks * report.f_frsize
 
 
+def present_umask() -> int | None:
+    """Return this process's umask, which Python tells only by changing it for all threads; None where unknown."""
+    try:
+        with open("/proc/self/status", "rb") as file:
+            return next((int(line.split()[1], 8) for line in file if line.startswith(b"Umask:")), None)
+    except (OSError, ValueError, IndexError):
+        return None
+
+
 def check_free(nbytes: int, available: int | None) -> None:
     """Raise what the operating system would, once the space is used up."""
     if available is not None and available < nbytes:

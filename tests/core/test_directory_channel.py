@@ -98,10 +98,10 @@ def test_a_stale_handle_is_taken_for_absent_and_tried_again(tmp_path: Path, monk
     channel.put("a", b"there")
     real_open, failures = os.open, [errno.ESTALE] * 3
 
-    def stale(path: str, *rest: Any) -> int:
+    def stale(path: str, *rest: Any, **more: Any) -> int:
         if failures:
             raise OSError(failures.pop(), "stale file handle", path)
-        return real_open(path, *rest)
+        return real_open(path, *rest, **more)
 
     monkeypatch.setattr(os, "open", stale)
     assert channel.wait("a", 5) == b"there"
@@ -115,14 +115,14 @@ def test_waiting_lists_the_directory_so_that_a_remembered_absence_is_forgotten(
     channel = DirectoryChannel(tmp_path)
     channel.put("a", b"there")
     real_open, real_listdir = os.open, os.listdir
-    listed: list[str] = []
+    listed: list[int] = []
 
-    def open_or_remember(path: str, *rest: Any) -> int:
-        if not listed:
+    def open_or_remember(path: str, *rest: Any, **more: Any) -> int:
+        if path == "a" and not listed:
             raise FileNotFoundError(errno.ENOENT, "remembered as absent", path)
-        return real_open(path, *rest)
+        return real_open(path, *rest, **more)
 
-    def listdir(path: str) -> list[str]:
+    def listdir(path: int) -> list[str]:
         listed.append(path)
         return real_listdir(path)
 
@@ -173,10 +173,10 @@ def test_a_stale_handle_does_not_lose_a_message(tmp_path: Path, monkeypatch: Any
     channel = DirectoryChannel(tmp_path)
     real_replace, failures = os.replace, [errno.ESTALE] * 3
 
-    def stale(source: str, target: str) -> None:
+    def stale(source: str, target: str, **places: int) -> None:
         if failures:
             raise OSError(failures.pop(), "stale file handle", target)
-        real_replace(source, target)
+        real_replace(source, target, **places)
 
     monkeypatch.setattr(os, "replace", stale)
     channel.put("a", b"there")
@@ -220,6 +220,39 @@ def test_something_else_in_the_place_of_the_directory_is_refused(tmp_path: Path,
     assert os.path.lexists(place)
     assert os.listdir(kept) == ["a"]
     assert sorted(os.listdir(tmp_path)) == ["kept", "mailbox"]
+
+
+def test_no_message_goes_through_a_link_in_the_place_of_the_directory(tmp_path: Path, monkeypatch: Any) -> None:
+    clock = VirtualClock().rule(monkeypatch, directory)
+    kept, place = tmp_path / "kept", tmp_path / "mailbox"
+    kept.mkdir()
+    (kept / "a").write_bytes(b"of somebody else")
+    os.utime(kept, (0, 0))
+    place.symlink_to(kept)
+    channel = DirectoryChannel(place, make=False)
+    for call in (lambda: channel.put("b", b"x"), lambda: channel.delete("a"), lambda: channel.wait("a", 1)):
+        with pytest.raises(NotADirectoryError):
+            call()
+    clock.now += 100
+    assert channel.names() == frozenset()
+    assert (os.listdir(kept), os.stat(kept).st_mtime) == (["a"], 0)
+
+
+def test_a_pipe_is_no_message_and_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "a")
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(OSError, match="no regular file"):
+        DirectoryChannel(tmp_path).wait("a", 1)
+    assert len(os.listdir("/proc/self/fd")) == len(before)
+
+
+def test_messages_are_their_owners_alone(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        DirectoryChannel(tmp_path).put("a", b"x")
+    finally:
+        os.umask(before)
+    assert os.stat(tmp_path / "a").st_mode & 0o777 == 0o600
 
 
 def test_names_are_the_messages_listed_as_recently_as_is_asked(tmp_path: Path) -> None:
