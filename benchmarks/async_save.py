@@ -28,7 +28,7 @@ from benchmarks.background.many import measure_many
 from benchmarks.background.report import AsyncResult, CallsFound, legend_of
 from benchmarks.background.training import measure_training
 from benchmarks.cases import PLACES
-from benchmarks.command import interruptible, some_of
+from benchmarks.command import Preset, interruptible, some_of
 from benchmarks.findings import summary_of
 from benchmarks.machine import write_json
 from benchmarks.places import Place, missing_room, scratch
@@ -36,6 +36,8 @@ from benchmarks.ranks import preload
 
 QUICK_MIB = 2
 """The size of every state with `--quick`."""
+
+_QUICK = {"mib": QUICK_MIB, "repeats": 1, "starts": 1, "steps": 4, "every": 2, "saves": 3}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -137,16 +139,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=0, help="of the order within rounds")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds for one job of ranks")
     parser.add_argument("--json", metavar="FILE", help="write all figures to this file")
-    parser.add_argument("--quick", action=_Quick, nargs=0, help="tiny states, one round: shows that it runs")
+    parser.add_argument(
+        "--quick", action=Preset, nargs=0, const=_QUICK, help="tiny states, one round: shows that it runs"
+    )
     return parser
-
-
-class _Quick(argparse.Action):
-    """Set sizes and rounds, which later options may change again."""
-
-    def __call__(self, parser: object, namespace: argparse.Namespace, *_: object) -> None:
-        namespace.mib, namespace.repeats, namespace.starts = QUICK_MIB, 1, 1
-        namespace.steps, namespace.every, namespace.saves = 4, 2, 3
 
 
 if __name__ == "__main__":

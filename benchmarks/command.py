@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import signal
 from collections.abc import Iterable, Iterator
@@ -26,3 +27,11 @@ def _interrupt(number: int, frame: object) -> NoReturn:
 def some_of(names: Iterable[str]) -> str:
     """The help of an option that takes some of these names."""
     return f"some of: {', '.join(names)}"
+
+
+class Preset(argparse.Action):
+    """An option without a value (`nargs=0`) that sets others to those in `const`; later options may change them."""
+
+    def __call__(self, parser: object, namespace: argparse.Namespace, *_: object) -> None:
+        """Set them."""
+        vars(namespace).update(self.const)

@@ -22,7 +22,7 @@ from benchmarks.availability import failing, left_out, reason_of
 from benchmarks.budgets import judge_memory, judge_times
 from benchmarks.cases import MEASURES, PLACES, Case, Settings, cases_of
 from benchmarks.cold import measure_cold_loads
-from benchmarks.command import interruptible, some_of
+from benchmarks.command import Preset, interruptible, some_of
 from benchmarks.contestant import ContestantError
 from benchmarks.contestants import CONTESTANTS, optional_ones, packages_of, taking_part
 from benchmarks.machine import write_json
@@ -163,15 +163,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=0, help="of the order within rounds")
     parser.add_argument("--timeout", type=float, default=1800.0, help="seconds for one job of ranks")
     parser.add_argument("--json", metavar="FILE", help="write all figures to this file")
-    parser.add_argument("--quick", action=_Quick, nargs=0, help="tiny states, one round: shows that it runs")
+    quick = {"mib": QUICK_MIB, "repeats": 1}
+    parser.add_argument(
+        "--quick", action=Preset, nargs=0, const=quick, help="tiny states, one round: shows that it runs"
+    )
     return parser
-
-
-class _Quick(argparse.Action):
-    """Set sizes and rounds, which later options may change again."""
-
-    def __call__(self, parser: object, namespace: argparse.Namespace, *_: object) -> None:
-        namespace.mib, namespace.repeats = QUICK_MIB, 1
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.budgets import JUDGED_FROM_MIB, Verdict
 from benchmarks.cases import PLACES
-from benchmarks.command import interruptible, some_of
+from benchmarks.command import Preset, interruptible, some_of
 from benchmarks.counters import give_back_free_memory
 from benchmarks.findings import spelled
 from benchmarks.machine import MachineLoad, cpu_times, write_json
@@ -188,15 +188,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--disk-dir", default=tempfile.gettempdir(), help="a directory on disk (default: the system's)")
     parser.add_argument("--seed", type=int, default=0, help="of the order within rounds")
     parser.add_argument("--json", metavar="FILE", help="write all figures to this file")
-    parser.add_argument("--quick", action=_Quick, nargs=0, help="a tiny state, one round: shows that it runs")
+    quick = {"mib": QUICK_MIB, "repeats": 1}
+    parser.add_argument(
+        "--quick", action=Preset, nargs=0, const=quick, help="a tiny state, one round: shows that it runs"
+    )
     return parser
-
-
-class _Quick(argparse.Action):
-    """Set size and rounds, which later options may change again."""
-
-    def __call__(self, parser: object, namespace: argparse.Namespace, *_: object) -> None:
-        namespace.mib, namespace.repeats = QUICK_MIB, 1
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from typing import Any
 
 from benchmarks.availability import leaving_out_failing
 from benchmarks.cases import PLACES, Settings
-from benchmarks.command import interruptible, some_of
+from benchmarks.command import Preset, interruptible, some_of
 from benchmarks.findings import summary_of
 from benchmarks.machine import write_json
 from benchmarks.places import Place, missing_room, scratch
@@ -119,7 +119,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=0, help="of the order within rounds")
     parser.add_argument("--timeout", type=float, default=1800.0, help="seconds for one job of ranks")
     parser.add_argument("--json", metavar="FILE", help="write all figures to this file")
-    parser.add_argument("--quick", action=_Quick, nargs=0, help="tiny states, one round: shows that it runs")
+    quick = {"mib": QUICK_MIB, "repeats": 1}
+    parser.add_argument(
+        "--quick", action=Preset, nargs=0, const=quick, help="tiny states, one round: shows that it runs"
+    )
     return parser
 
 
@@ -127,13 +130,6 @@ def _replicas(text: str) -> int:
     if (count := int(text)) < 2:
         raise ValueError("one rank has nobody to share with")
     return count
-
-
-class _Quick(argparse.Action):
-    """Set sizes and rounds, which later options may change again."""
-
-    def __call__(self, parser: object, namespace: argparse.Namespace, *_: object) -> None:
-        namespace.mib, namespace.repeats = QUICK_MIB, 1
 
 
 if __name__ == "__main__":
