@@ -78,7 +78,7 @@ def save(
 
     Args:
         state_dict: Nested mappings, lists and tuples of tensors, plain values, and Stateful objects.
-        checkpoint_id: The directory, as a path or `file://` URL.
+        checkpoint_id: The directory, as a path or URL.
         storage_writer: Where to write instead; with both, the writer is pointed at `checkpoint_id`.
         planner: How to plan; a `StandardSavePlanner` by default.
         no_dist: This process alone, under its rank in the job; as `use_collectives=False`.
@@ -136,7 +136,7 @@ def async_save(
 
     Args:
         state_dict: Nested mappings, lists and tuples of tensors, plain values, and Stateful objects.
-        checkpoint_id: The directory, as a path or `file://` URL.
+        checkpoint_id: The directory, as a path or URL.
         storage_writer: Where to write instead; with both, the writer is pointed at `checkpoint_id`. One that gives no
             `rebuild_arguments` is used by a thread of this process.
         planner: How to plan; a `StandardSavePlanner` by default.
@@ -203,7 +203,7 @@ def load(
     Args:
         state_dict: The target: its tensors are filled, its plain values replaced. Keys that only the checkpoint has
             are ignored.
-        checkpoint_id: The directory, as a path or `file://` URL.
+        checkpoint_id: The directory, as a path or URL.
         storage_reader: Where to read from instead; with both, the reader is pointed at `checkpoint_id`.
         planner: How to plan; a `StandardLoadPlanner` by default.
         no_dist: This process alone, under its rank in the job; as `use_collectives=False`.

@@ -56,10 +56,14 @@ class Walker:
             value: The value.
             path: Where it lies, encoded.
             depth: Components of the path.
+
+        Raises:
+            UnsupportedValueError: A `PerRank` holds an object that has a state of its own.
         """
         if type(value) is dict:
             return "container"
         if isinstance(value, PerRank):
+            _check_own_value(value.value, path)
             return "leaf"
         if self._opens_stateful and is_stateful(value):
             return "stateful"
@@ -105,6 +109,15 @@ class Walker:
         if isinstance(value, (list, tuple)) and self._holds_reason(value, path, depth + 1):
             return True
         return is_stateful(value)
+
+
+def _check_own_value(value: object, path: bytes) -> None:
+    if is_stateful(value):
+        name = type_name(value)
+        raise UnsupportedValueError(
+            f"{shown(path)}: a PerRank that holds a {name}, whose state is in its state_dict(): pass "
+            f"PerRank(value.state_dict()), and hand what a load puts there to value.load_state_dict()"
+        )
 
 
 def checked_root(state: Any) -> Mapping[Any, object]:

@@ -51,6 +51,7 @@ from dcp_core.state_nest import rebuild
 from dcp_core.state_path import StatePath
 
 PLATFORMS = ("huggingface", "torch")
+_TORCH_FILES = (".bin", ".pt", ".pth")
 BATCH_BYTES = 256 << 20
 """So much is read at once, at least one tensor: as often a bar moves."""
 
@@ -86,6 +87,8 @@ def convert_full_checkpoint_to_dcp(
     """Convert a full checkpoint; see `dcp_torch.offline_transform`."""
     if src_platform not in PLATFORMS:
         raise ArgumentError(f"src_platform={src_platform!r}: expected one of {', '.join(map(repr, PLATFORMS))}")
+    if src_platform == "huggingface" and str(src).endswith(_TORCH_FILES):
+        raise ArgumentError(f"{str(src)!r} has the name of a file that torch.save wrote: pass src_platform='torch'")
     if src_platform == "huggingface" or str(src).endswith(".safetensors"):
         reader = huggingface_reader(src, key_map=key_map, cuts=cuts)
         return convert_to_dcp(reader, dst, durable=durable, progress=progress)

@@ -37,7 +37,13 @@ from dcp_core.execution.interfaces import (
 )
 from dcp_core.execution.object_files import ObjectFiles
 from dcp_core.execution.object_mailbox import ObjectMailbox
-from dcp_core.execution.present_metadata import metadata_name, open_present, refuse_unknown, replacement_explained
+from dcp_core.execution.present_metadata import (
+    metadata_name,
+    open_present,
+    other_content,
+    refuse_unknown,
+    replacement_explained,
+)
 from dcp_core.execution.read_engine import read_tensors
 from dcp_core.execution.read_probe import probe_rate
 from dcp_core.execution.write_engine import write_files
@@ -414,7 +420,7 @@ class FileSystemReader(StorageReader):
         if storage.size(name) is None:
             raise NotFoundError(
                 f"there is no {name} in {storage.describe()}: no checkpoint has been completed there; "
-                "check the path, or load another checkpoint"
+                f"{other_content(storage)}"
             )
         return Metadata(open_present(storage, name, header_digest))
 

@@ -6,15 +6,16 @@ Goes in: a storage. Comes out: open metadata, or an error that says what is ther
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from dcp_core.errors import ArgumentError, CorruptError, DcpError, IncompleteError, NewerVersionError, NotFoundError
-from dcp_core.file_names import METADATA_NAME, rank_metadata_name
+from dcp_core.file_names import METADATA_NAME, parse_data_file_name, rank_metadata_name
 from dcp_core.formats.block_container import FIRST_READ_NBYTES, foreign_kind
 from dcp_core.formats.metadata_file import MetadataFile, open_metadata
 from dcp_core.metadata import SaveRecord
 from dcp_core.storage.base import ReadHandle, Storage
 
+_DIRECTORIES_LOOKED_INTO = 10
 _REMEDY = "save into another directory, or remove the old checkpoint"
 
 
@@ -34,6 +35,18 @@ def open_present(storage: Storage, name: str, header_digest: bytes | None = None
     handle = storage.open_read(name)
     label = f"{name} in {storage.describe()}"
     return open_metadata(_RangedRead(handle, label), handle.nbytes, header_digest=header_digest, file_name=label)
+
+
+def other_content(storage: Storage) -> str:
+    """Say what else can be loaded where there is no description, in words of a remedy."""
+    with suppress(DcpError):
+        if any(name.endswith(".safetensors") and parse_data_file_name(name) is None for name in storage.list()):
+            return "it holds safetensors files of another program, which HuggingFaceReader reads"
+    with suppress(DcpError):
+        for name in reversed(storage.list_directories()[-_DIRECTORIES_LOOKED_INTO:]):
+            if storage.folder(name).exists(METADATA_NAME):
+                return f"its directory {name!r} holds a checkpoint, and latest_checkpoint finds the newest of all"
+    return "check the path, or load another checkpoint"
 
 
 def refuse_unknown(storage: Storage, name: str) -> None:

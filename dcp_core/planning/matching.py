@@ -272,12 +272,25 @@ def _missing_error(missing: Sequence[str], metadata: Metadata) -> MissingKeysErr
     shown = ", ".join(repr(name) for name in missing[:_KEYS_SHOWN])
     more = f" and {len(missing) - _KEYS_SHOWN} more" if len(missing) > _KEYS_SHOWN else ""
     plural = "key" if len(missing) == 1 else "keys"
-    near = _nearest(missing[0], list(metadata.source.names()))
+    stored = list(metadata.source.names())
+    near, remedy = _nearest(missing[0], stored), "leave them out of the target"
+    outer = _outer_name(missing, stored)
+    if outer is not None:
+        near, remedy = f"{outer}.{missing[0]}", f"nest them in the target as they were saved, under {outer!r}"
+    elif near is not None and near.startswith(f"{missing[0]}."):
+        remedy = f"put there what was saved as {missing[0]!r}: a dict, list or tuple with values of the same names"
     hint = f" (it has {near!r})" if near is not None else ""
     return MissingKeysError(
-        f"the checkpoint lacks {len(missing)} {plural}: {shown}{more}{hint}; leave them out of the target, or pass "
+        f"the checkpoint lacks {len(missing)} {plural}: {shown}{more}{hint}; {remedy}, or pass "
         "StandardLoadPlanner(allow_partial_load=True) to keep what the target has there"
     )
+
+
+def _outer_name(missing: Sequence[str], stored: Sequence[str]) -> str | None:
+    """The name under which all of them are stored."""
+    known = set(stored)
+    outers = (name[: -len(missing[0]) - 1] for name in stored if name.endswith(f".{missing[0]}"))
+    return next((outer for outer in outers if all(f"{outer}.{name}" in known for name in missing)), None)
 
 
 def _nearest(name: str, stored: Sequence[str]) -> str | None:

@@ -25,7 +25,7 @@ _REMEDIES = {
     errno.EPERM: "check the permissions of the directory on this machine",
     errno.EROFS: "the file system is mounted read-only",
     errno.EEXIST: "another save is writing here, or a file of this name was put here; save again",
-    errno.ENOENT: "the directory or the file was removed in the meantime",
+    errno.ENOENT: "the directory or the file was removed in the meantime, or nothing can be made there",
     errno.ENOTDIR: "a part of the path is a file; choose another path",
     errno.ESTALE: "the directory was removed on the file server in the meantime",
     errno.EMFILE: "raise the limit of open files (ulimit -n)",

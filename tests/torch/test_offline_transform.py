@@ -264,3 +264,11 @@ def test_bad_arguments_are_explained(tmp_path: Path) -> None:
         dcp_to_full_state_dict(tmp_path / "nothing")
     with pytest.raises(ArgumentError, match="mapping"):
         save_state_dict_as_huggingface_format(tmp_path / "hf", [1])  # type: ignore[arg-type]  # on purpose
+
+
+@pytest.mark.parametrize("name", ["model.pt", "model.pth", "pytorch_model.bin"])
+def test_a_file_of_torch_that_is_taken_for_safetensors_is_told_by_its_name(tmp_path: Path, name: str) -> None:
+    torch.save({"w": torch.ones(2)}, tmp_path / name)
+    with pytest.raises(ArgumentError, match="pass src_platform='torch'"):
+        convert_full_checkpoint_to_dcp(tmp_path / name, tmp_path / "converted")
+    assert not (tmp_path / "converted").exists()
