@@ -160,7 +160,7 @@ BAD_PLACES: dict[str, Any] = {
     "a number for a place": 5,
     "an empty path": "",
     "a path with a NUL": "a\0b",
-    "a foreign scheme": "s3://bucket/key",
+    "a foreign scheme": "nosuch://bucket/key",
     "a file URL with a host": "file://elsewhere/tmp",
     "bytes for a path": b"/tmp",
 }
