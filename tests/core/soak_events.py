@@ -58,8 +58,10 @@ class Event:
 
     def fate(self, rank: int) -> Fate:
         """What befalls the operations of a rank."""
-        kind = next((each for each in _AT_OPERATIONS if each == self.trouble and rank == self.victim), "")
-        return Fate(kind, self.at, self.error_number, os.getpid())
+        for kind in _AT_OPERATIONS:
+            if kind == self.trouble and rank == self.victim:
+                return Fate(kind, self.at, self.error_number, os.getpid())
+        return Fate()
 
     @property
     def has_fate(self) -> bool:

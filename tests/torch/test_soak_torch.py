@@ -181,7 +181,7 @@ def test_a_training_that_saves_and_loads_two_hundred_times_with_faults_goes_on_r
             root,
             chosen_seed(Random().randrange(10**6)),
             count,
-            (*range(40, count, 40), count),
+            (*range(80, count, 40), count),
             3000,
             MOST_GROWTH_NBYTES,
         )
