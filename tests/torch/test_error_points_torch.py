@@ -1,4 +1,4 @@
-"""Every operation that changes the disk fails once, in every way, while a checkpoint of torch DCP becomes one of ours."""
+"""Every operation that changes the disk fails in every way when a checkpoint of torch DCP becomes one of ours."""
 
 from __future__ import annotations
 
