@@ -7,10 +7,11 @@ import itertools
 import shutil
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as torch_dcp
+from torch.distributed.checkpoint.state_dict_saver import save
 
 import dcp_torch as dcp
 from dcp_core.convert.to_dcp import convert_to_dcp
@@ -31,7 +32,7 @@ def _convert(source: Path, place: Path, operations: FaultyOperations) -> None:
 
 
 def _is_new(place: Path) -> bool:
-    target = {"w": torch.zeros(4, 5), "step": 0}
+    target: dict[str, Any] = {"w": torch.zeros(4, 5), "step": 0}
     dcp.load(target, checkpoint_id=place)
     return bool(torch.equal(target["w"], torch.ones(4, 5))) and target["step"] == 2
 
@@ -43,7 +44,7 @@ def test_whatever_operation_fails_in_whatever_way_what_was_there_stays_and_the_s
     source, place, template = tmp_path / "torch", tmp_path / "place", tmp_path / "template"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's own, about saving without a process group
-        torch_dcp.save({"w": torch.ones(4, 5), "step": 2}, checkpoint_id=source, no_dist=True)
+        save({"w": torch.ones(4, 5), "step": 2}, checkpoint_id=source, no_dist=True)
     if over:
         dcp.save({"w": torch.zeros(4, 5), "step": 1}, checkpoint_id=template)
     for number, error_number in itertools.product(itertools.count(1), ERRORS):
