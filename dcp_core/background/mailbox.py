@@ -99,6 +99,7 @@ class Mailbox:
         self._was_opened = False
         self._was_seen = False
         self._was_answered = False
+        self._has_told = False
         self._absent_since: float | None = None
         self._commit_look = (0.0, _FIRST_COMMIT_LOOK_SECONDS)
         self._listing_cost_seconds = 0.0
@@ -136,7 +137,7 @@ class Mailbox:
         if self._folder is None or self._closing is not None:
             return
         if self.rank != COORDINATOR:
-            if self._was_answered or not committed:
+            if not self._has_told and (self._was_answered or not committed):
                 self._tell_read(self._folder, "the commit" if committed else "how it ended")
             return
         if self._await_readers(self._folder, _PROMPT_READING_SECONDS) or committed:
@@ -288,6 +289,7 @@ class Mailbox:
             self._tell_read(self._folder, name)
 
     def _tell_read(self, folder: MailboxFolder, name: str) -> None:
+        self._has_told = True
         try:
             folder.put(self._read_name(self.rank), b"")
         except OSError as error:

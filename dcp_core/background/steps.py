@@ -13,7 +13,7 @@ from concurrent.futures import Future, wait
 from typing import Any, Protocol
 
 from dcp_core.background.task import Seat
-from dcp_core.errors import CoordinationTimeoutError, DcpError, RankCause
+from dcp_core.errors import CoordinationTimeoutError, DcpError, RankCause, RankFailedError
 
 GRACE_SECONDS = 10.0
 """How much longer than `timeout_seconds` a process may do nothing: the other ranks give up first, and say why."""
@@ -49,6 +49,11 @@ class Watched(Protocol):
     @property
     def pid(self) -> int:
         """Its process id."""
+        ...
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it takes requests."""
         ...
 
     @property
@@ -154,7 +159,12 @@ def answered(process: Watched, message: dict[str, Any], what: str, seat: Seat) -
     """
     answer, seconds = process.request(message), seat.timeout_seconds
     if wait([answer], seconds).done:
-        return answer.result()
+        try:
+            return answer.result()
+        except RankFailedError as death:
+            if process.is_alive:
+                raise
+            raise RankFailedError(f"rank {seat.rank}: {death.message}", death.causes) from death
     process.give_up(f"gave no answer within {seconds:g} s, and was given up")
     raise mute(process.pid, what, seat.rank, seconds)
 

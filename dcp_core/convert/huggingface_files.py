@@ -221,6 +221,8 @@ def _publish(storage: Storage, written: dict[str, str], old: Sequence[str], *, d
         published.append(final)
         is_settled = _settle(storage, final, old, aside, durable=durable)
     except BaseException:
+        if final in published and (final in old or _has_lost(storage, old, aside)) and not aside:
+            raise  # the new files are the only ones
         for name in reversed(published):  # what makes the directory a model goes first
             with suppress(DcpError):
                 storage.remove(name)
@@ -231,6 +233,14 @@ def _publish(storage: Storage, written: dict[str, str], old: Sequence[str], *, d
     obsolete = [aside.get(name, name) for name in old if name in aside or name not in written]
     if obsolete and is_settled:
         _remove_obsolete(storage, obsolete, durable=durable)
+
+
+def _has_lost(storage: Storage, old: Sequence[str], aside: Mapping[str, str]) -> bool:
+    """Whether old weights are gone, or that cannot be seen."""
+    try:
+        return not set(old) - set(aside) <= set(storage.list())
+    except DcpError:
+        return True
 
 
 def _settle(storage: Storage, final: str, old: Sequence[str], aside: Mapping[str, str], *, durable: bool) -> bool:

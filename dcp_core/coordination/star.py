@@ -306,6 +306,8 @@ class ParticipantSide(Side):
         name = f"{call.prefix}.{self.rank}"
         try:
             self.board.put(name, encode_frame(call.request))
+        except CoordinationError:  # there is no way to the others any more
+            raise
         except Exception as error:
             try:
                 self.board.put(name, encode_frame(error_frame(call.request.label, error, self.rank)))

@@ -39,7 +39,7 @@ pytestmark = pytest.mark.faults
 ERRORS = (errno.ENOSPC, errno.EIO, errno.EACCES, errno.ESTALE, errno.EDQUOT, errno.EROFS)
 OLD, NEW = 1, 2
 _SHARD_NBYTES = 300
-_MAY_FAIL = {"unlink", "touch", "fsync_directory", "rmdir"}
+MAY_FAIL = {"unlink", "touch", "fsync_directory", "rmdir"}
 """Operations of which some come after the commit, or only clean up."""
 
 
@@ -156,7 +156,7 @@ def test_whatever_operation_fails_in_whatever_way_what_was_there_stays_and_the_s
                 return
             record = operations.log[number - 1]
             if not outcome.kind:
-                assert record.operation in _MAY_FAIL, record
+                assert record.operation in MAY_FAIL, record
             else:
                 fatal.add(record.operation)
                 assert outcome.kind == "StorageError", (record, outcome)

@@ -31,14 +31,12 @@ from tests.core.fault_jobs import (
     outcome_of,
     state_of,
 )
-from tests.core.test_error_points import ERRORS
+from tests.core.test_error_points import ERRORS, MAY_FAIL
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(180)]
 
 WORLD = 2
 OLD, NEW, NEXT = 1, 2, 3
-_MAY_FAIL = {"unlink", "touch", "fsync_directory", "rmdir"}
-"""Operations of which some come after the commit, or only clean up."""
 
 
 @pytest.fixture
@@ -126,7 +124,7 @@ def _check(found: list[list[Step]], rank: int, *, first: bool = False) -> set[st
         assert len({(outcome.kind, outcome.message) for outcome in told}) == 1, ranks
         operation, _, name = own.what.partition(" ")
         if not told[0].kind:
-            assert operation in _MAY_FAIL, ranks
+            assert operation in MAY_FAIL, ranks
             continue
         fatal.add(operation)
         assert told[0].kind == "StorageError" and told[0].blamed == (rank,), ranks
