@@ -41,7 +41,7 @@ def load_value(source: bytes | str, name: str, *, mapped: bool = False) -> Any:
     file: Any = io.BytesIO(source) if isinstance(source, bytes) else source
     try:
         if isinstance(source, bytes) or _is_archive(source):
-            _check_archive(file, name)
+            file = _checked_archive(file, name)
         with torch.serialization.safe_globals(_numpy_globals()):
             found = torch.load(file, map_location="cpu", weights_only=True, mmap=mapped and _is_archive(source))
         if isinstance(source, bytes):
@@ -63,8 +63,8 @@ def load_value(source: bytes | str, name: str, *, mapped: bool = False) -> Any:
         raise CorruptError(f"{name} is damaged: {type(error).__name__}: {error}") from error
 
 
-def _check_archive(file: Any, name: str) -> None:
-    """Refuse an archive that would take more memory than its bytes are worth, before torch reads it.
+def _checked_archive(file: Any, name: str) -> Any:
+    """Refuse an archive that would take more memory than its bytes are worth; give what torch shall read in its place.
 
     Raises:
         CorruptError: It is one, or none at all.
@@ -77,13 +77,21 @@ def _check_archive(file: Any, name: str) -> None:
                 raise CorruptError(
                     f"{name}: its record {record.filename!r} is compressed; torch stores them as they are"
                 )
-        if sum(record.file_size for record in records) > nbytes:
-            raise CorruptError(f"{name}: its records have more bytes than itself")
+        names = [record.filename.lower() for record in records]  # torch finds them whatever the case of their letters
+        if sum(record.file_size for record in records) > nbytes or len(set(names)) < len(names):
+            raise CorruptError(f"{name}: its records have more bytes than itself, or one name twice")
         for record in records:
-            if record.filename.rpartition("/")[2] == "data.pkl":
+            if record.filename.lower().endswith("data.pkl"):
                 check_pickle(archive.read(record), name, max_weight=_MAX_WEIGHT)
-    if isinstance(file, io.BytesIO):
-        file.seek(0)
+        if not isinstance(file, io.BytesIO):
+            return file
+        # Anew, so that torch, which reads archives in its own way, reads just what was looked at.
+        made = io.BytesIO()
+        with zipfile.ZipFile(made, "w", zipfile.ZIP_STORED) as copy:
+            for record in records:
+                copy.writestr(record.filename, archive.read(record))
+    made.seek(0)
+    return made
 
 
 def _check_proportion(value: Any, nbytes: int, name: str) -> None:

@@ -286,6 +286,11 @@ def _stored_values() -> list[Attack]:
     )
     often = torch_tensor(count=1, sizes=a.tuple_of(a.number(1 << 28)), strides=a.tuple_of(a.number(0)))
     values["a value that is one number 2**28 times"] = torch_entry(often, bytes(4))
+    asks = pickles["a value that asks for a gigabyte"]
+    others = {"archive/byteorder": b"little", "archive/version": b"3\n"}
+    values["a value whose pickle is spelled otherwise"] = a.archive({"archive/datA.pkl": asks, **others})
+    both = {"archive/data.pkl": a.proto(2, a.number(3)), "archive/DATA.PKL": asks, **others}
+    values["a value whose pickle is there twice"] = a.archive(both)
     values["a value in a bare pickle"] = a.proto(2, a.call(a.named("posix", "system"), _COMMAND))
     values["a value of junk"] = b"\x80\xff" * 40
     found = [_attack(what, _ANY, *stored(value)) for what, value in values.items()]

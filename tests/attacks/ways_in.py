@@ -19,7 +19,6 @@ from dcp_core.coordination.directory import DirectoryChannel
 from dcp_core.coordination.exchange import Exchange, forget
 from dcp_core.execution.huggingface import HuggingFaceReader
 from dcp_core.formats.metadata_file import file_names
-from dcp_core.inspection.verify import verify
 from dcp_core.manager.latest import latest_checkpoint
 from dcp_core.storage.local import LocalStorage
 from dcp_core.storage.removal import clear_dead_save, remove_checkpoint
@@ -103,7 +102,6 @@ def dcp_ways(good: Path) -> dict[str, Way]:
         "load full": lambda directory: load(dcp_target(), checkpoint_id=directory, verify="full"),
         "load one": lambda directory: load({"step": 0}, checkpoint_id=directory),
         "inspect a tensor": lambda directory: command("inspect", directory, "--tensor", "model.w"),
-        "verify from python": lambda directory: _quietly(verify(directory)),
         **common_ways(good),
     }
 
