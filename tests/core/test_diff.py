@@ -303,7 +303,7 @@ def test_only_what_both_have_is_compared_if_asked_for(tmp_path: Path) -> None:
 def test_numbers_count_as_equal_within_a_tolerance_as_numpy_has_it(data: st.DataObject, tmp_path: Path) -> None:
     root = tmp_path / str(len(list(tmp_path.iterdir())))
     dtype = data.draw(st.sampled_from(["float32", "float64", "int16", "complex64"]))
-    numbers = st.sampled_from([0.0, -0.0, 1.0, 1.0001, 1.01, -3.0, 100.0, 101.0, np.nan, np.inf, -np.inf])
+    numbers = st.sampled_from([0.0, -0.0, 1.0, 1.0001, 1.01, -3.0, 100.0, 101.0, np.nan, -np.nan, np.inf, -np.inf])
     if dtype == "int16":
         numbers = st.sampled_from([0.0, 1.0, 99.0, 100.0, -100.0])
     one, two = (np.array(data.draw(st.lists(numbers, min_size=5, max_size=5))).astype(dtype) for _ in range(2))
