@@ -146,7 +146,7 @@ def _remove_old(
         elif _by_commit(found) < own:
             old.append(found)
     for found in reversed(old):
-        _quietly(f"remove {found.name!r}", partial(_remove, root, found.name, durable=durable))
+        _quietly(f"remove {found.name!r}", partial(_remove, root, found, durable=durable))
 
 
 def _is_whole(root: Storage, name: str) -> bool:
@@ -157,11 +157,15 @@ def _is_whole(root: Storage, name: str) -> bool:
     return is_whole
 
 
-def _remove(root: Storage, name: str, *, durable: bool) -> None:
+def _remove(root: Storage, found: FoundCheckpoint, *, durable: bool) -> None:
+    name = found.name
     storage = root.folder(name)
-    if not storage.exists(METADATA_NAME):
+    committed_seconds = storage.modified_seconds(METADATA_NAME)
+    if committed_seconds is None:
         _clear(root, name)
         return
+    if committed_seconds != found.committed_seconds:
+        return  # another manager has committed it since we looked
     open_present(storage, METADATA_NAME)  # raises for what is none of ours
     remove_checkpoint(storage, files_of=file_names, durable=durable)
     _remove_directory(root, name)

@@ -99,6 +99,25 @@ def test_what_another_manager_committed_later_stays(tmp_path: Path) -> None:
     assert steps(tmp_path) == [5]
 
 
+class _Late(LocalStorage):
+    """A directory in which another job commits a step once it has been looked at."""
+
+    def folder(self, name: str) -> LocalStorage:
+        found = super().folder(name)
+        if name == "step_2" and isinstance(found, LocalStorage):
+            self.looks = getattr(self, "looks", 0) + 1
+            if self.looks == 2:
+                put(Path(self.path), 2)
+        return found
+
+
+def test_what_another_manager_commits_while_we_look_stays(tmp_path: Path) -> None:
+    put(tmp_path, 1, 5)
+    (tmp_path / "step_2").mkdir()
+    after_commit(_Late(tmp_path), "step_5", Retention(1), is_ours=lambda name: True)
+    assert steps(tmp_path) == [2, 5] and step_in(tmp_path / "step_2") == 2
+
+
 def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path, keep=2, durable=False)
     for step in (1, 2, 2, 2):
