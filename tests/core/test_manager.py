@@ -23,6 +23,7 @@ from dcp_core.errors import (
 from dcp_core.execution.filesystem import FileSystemWriter
 from dcp_core.manager.manager import CheckpointManager
 from dcp_core.manager.retention import Retention, after_commit
+from dcp_core.storage.base import Storage
 from dcp_core.storage.intent import post_intent
 from dcp_core.storage.local import LocalStorage
 from dcp_core.storage.operations import FileOperations
@@ -102,9 +103,9 @@ def test_what_another_manager_committed_later_stays(tmp_path: Path) -> None:
 class _Late(LocalStorage):
     """A directory in which another job commits a step once it has been looked at."""
 
-    def folder(self, name: str) -> LocalStorage:
+    def folder(self, name: str) -> Storage:
         found = super().folder(name)
-        if name == "step_2" and isinstance(found, LocalStorage):
+        if name == "step_2":
             self.looks = getattr(self, "looks", 0) + 1
             if self.looks == 2:
                 put(Path(self.path), 2)
