@@ -118,8 +118,8 @@ def flush_output() -> None:
 
 
 def write_error(error: object) -> None:
-    """Write to stderr what is wrong; what controls a terminal is spelled out, line by line."""
-    sys.stderr.write("".join(f"{printable(line)}\n" for line in f"dcp: {error}".split("\n")))
+    """Write one line to stderr that says what is wrong."""
+    sys.stderr.write(f"dcp: {printable(' '.join(str(error).split()))}\n")
 
 
 def _print(console: Any, *pieces: Any, **options: Any) -> None:

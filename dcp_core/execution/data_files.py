@@ -178,6 +178,11 @@ class TensorFiles:
         return self._storage.requests_at_once
 
     @property
+    def gap_bytes(self) -> int:
+        """How many bytes the storage rather reads over than to be asked twice; 0: as in files."""
+        return self._storage.gap_bytes
+
+    @property
     def next_to_close(self) -> OpenFile | None:
         """The file that `get` closes before it opens another; it must not be in use then."""
         return next(iter(self._open.values())) if len(self._open) >= OPEN_FILES else None

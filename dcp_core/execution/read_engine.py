@@ -108,8 +108,10 @@ class _ReadEngine:
         if getattr(spans, "share_memory", False):
             threads = 0  # of targets that share memory the last one wins, as it is read last
             self._batch_rows = 1  # and each is checked before the next one is read over it
-        scratch = memoryview(bytearray(read_ranges.GAP_BYTES))
-        self._reader = TaskReader(scratch, lambda row: spans[row].item.storage_index.fqn, context.rank)
+        scratch = memoryview(bytearray(max(read_ranges.GAP_BYTES, files.gap_bytes)))
+        self._reader = TaskReader(
+            scratch, lambda row: spans[row].item.storage_index.fqn, context.rank, gap_bytes=files.gap_bytes
+        )
         self._crew = Crew(self._reader.carry_out, threads)
         self._rings = _Rings(2 * max(threads, 1))
         self._open: deque[Batch] = deque()

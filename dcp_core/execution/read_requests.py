@@ -7,6 +7,7 @@ call reads pieces that touch or nearly touch into as many buffers; the bytes bet
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,6 +21,9 @@ TASK_BYTES = 1 << 22
 
 TASK_PIECES = 512
 """Linux fills at most 1,024 buffers a call, pieces and gaps."""
+
+JOINED_BYTES = 1 << 23
+"""Calls are joined to one that reaches over no more than this, which object stores answer in one piece."""
 
 ALIGNMENT = 16
 """Where elements of any type may start in a buffer."""
@@ -69,6 +73,38 @@ def plan_tasks(start: Int64, stop: Int64, lane: Int64) -> list[Task]:
         tasks.append(Task(first, last, _calls(breaks, first, last)))
         first, done = last, int(ends[last - 1])
     return tasks
+
+
+def joined_calls(
+    calls: Sequence[tuple[int, int]], start: Sequence[int], nbytes: Sequence[int], gap_bytes: int
+) -> Sequence[tuple[int, int]]:
+    """Join the calls of a task that lie close together, for storages where each call takes long.
+
+    Args:
+        calls: For each call its first piece and one past its last.
+        start: Where each piece starts in the file.
+        nbytes: Its length.
+        gap_bytes: The widest gap that is read over; 0: nothing is joined.
+
+    Returns:
+        As `calls`. One that was joined reaches over at most `JOINED_BYTES`.
+
+    >>> joined_calls([(0, 1), (1, 2), (2, 3)], [0, 100, 900], [10, 10, 10], 90)
+    [(0, 2), (2, 3)]
+    """
+    if not gap_bytes:
+        return calls
+    joined: list[tuple[int, int]] = []
+    for low, high in calls:
+        if joined:
+            first = joined[-1][0]
+            gap = start[low] - start[low - 1] - nbytes[low - 1]
+            reach = start[high - 1] + nbytes[high - 1] - start[first]
+            if 0 <= gap <= gap_bytes and reach <= JOINED_BYTES:
+                joined[-1] = first, high
+                continue
+        joined.append((low, high))
+    return joined
 
 
 def _calls(breaks: list[int], first: int, last: int) -> tuple[tuple[int, int], ...]:

@@ -17,7 +17,7 @@ from dcp_core.errors import IncompleteError, StorageError
 from dcp_core.execution.buffer_ring import BufferRing
 from dcp_core.execution.read_batches import Batch
 from dcp_core.execution.read_checks import contradiction, refusal
-from dcp_core.execution.read_requests import ALIGNMENT, Task
+from dcp_core.execution.read_requests import ALIGNMENT, Task, joined_calls
 from dcp_core.execution.read_targets import Waits
 from dcp_core.formats.checksums import block_checksum
 
@@ -52,10 +52,12 @@ class TaskReader:
         scratch: Where bytes go that nobody wants; threads share it. As long as the largest gap that is read over.
         key_of: Name of the stored tensor of a row.
         rank: Who reads.
+        gap_bytes: Calls that lie no further apart become one, where a call costs that much; 0: none do.
     """
 
-    def __init__(self, scratch: memoryview, key_of: Callable[[int], str], rank: int) -> None:
+    def __init__(self, scratch: memoryview, key_of: Callable[[int], str], rank: int, *, gap_bytes: int = 0) -> None:
         self._scratch = scratch
+        self._gap_bytes = gap_bytes
         self._key_of = key_of
         self._rank = rank
 
@@ -116,7 +118,7 @@ class TaskReader:
     def _read(self, work: Work, memory: Sequence[memoryview]) -> None:
         batch, first = work.batch, work.task.first
         start, nbytes = batch.start, batch.nbytes
-        for low, high in work.task.calls:
+        for low, high in joined_calls(work.task.calls, start, nbytes, self._gap_bytes):
             targets = memory[low - first : high - first]
             end = start[high - 1] + nbytes[high - 1]
             if end - start[low] > sum(nbytes[low:high]):

@@ -101,6 +101,10 @@ def warn_of_higher_steps(root: Storage, committed: str, *, is_ours: Callable[[st
         )  # fmt: skip
 
 
+def _by_commit(found: FoundCheckpoint) -> tuple[float, int, str]:
+    return found.committed_seconds, found.step or 0, found.name
+
+
 def _holds_checkpoint(root: Storage, name: str) -> bool:
     try:
         check_candidate(root, name)
@@ -125,19 +129,24 @@ def _point(root: Storage, committed: str, *, durable: bool) -> None:
 def _remove_old(
     root: Storage, committed: str, retention: Retention, is_ours: Callable[[str], bool], *, durable: bool
 ) -> None:
-    """Remove, oldest first, all complete checkpoints but the newest; what the link leads to stays in any case."""
+    """Remove, oldest first, all complete checkpoints but the newest; what the link leads to stays in any case.
+
+    What was committed after our own stays, too: of two managers at work the last commit is removed by neither.
+    """
     protected = {committed, root.target_of(LATEST_NAME)}
     left = (retention.keep or 1) - 1  # the committed one is the first that is kept
     old: list[FoundCheckpoint] = []
-    for found in candidates(root, is_wanted=is_ours):
-        if found.name == committed:
+    listed = candidates(root, is_wanted=is_ours)
+    own = next((_by_commit(found) for found in listed if found.name == committed), None)
+    for found in listed:
+        if found.name == committed or own is None:
             continue
         if left > 0 or found.name in protected or retention.is_milestone(found):
             left -= _is_whole(root, found.name)
-        else:
+        elif _by_commit(found) < own:
             old.append(found)
     for found in reversed(old):
-        _quietly(f"remove {found.name!r}", partial(_remove, root, found.name, durable=durable))
+        _quietly(f"remove {found.name!r}", partial(_remove, root, found, durable=durable))
 
 
 def _is_whole(root: Storage, name: str) -> bool:
@@ -148,11 +157,15 @@ def _is_whole(root: Storage, name: str) -> bool:
     return is_whole
 
 
-def _remove(root: Storage, name: str, *, durable: bool) -> None:
+def _remove(root: Storage, found: FoundCheckpoint, *, durable: bool) -> None:
+    name = found.name
     storage = root.folder(name)
-    if not storage.exists(METADATA_NAME):
+    committed_seconds = storage.modified_seconds(METADATA_NAME)
+    if committed_seconds is None:
         _clear(root, name)
         return
+    if committed_seconds != found.committed_seconds:
+        return  # another manager has committed it since we looked
     open_present(storage, METADATA_NAME)  # raises for what is none of ours
     remove_checkpoint(storage, files_of=file_names, durable=durable)
     _remove_directory(root, name)

@@ -20,6 +20,7 @@ from dcp_core.storage.base import Storage
 from dcp_core.storage.intent import parse_intent_name
 
 _STEP = re.compile(r".*?([0-9]{1,18})")
+_MOST_LOOKS = 8
 _LOG = logging.getLogger("dcp.manager")
 
 
@@ -113,8 +114,26 @@ def survey(
         NewerVersionError: The newest one was written by a newer version of this library.
         StorageError: The storage refuses to show something.
     """
+
+    def counts(name: str) -> bool:
+        return name not in passed_over and is_wanted(name)
+
+    seen: tuple[object, object] | None = None
+    for _ in range(_MOST_LOOKS):  # none is whole only if nothing changed while we looked
+        names = _directories(root, counts)
+        found, skipped = _look_through(root, counts, verify=verify)
+        if found is not None or not names or (names, skipped) == seen:
+            break
+        seen = names, skipped
+    return found, skipped
+
+
+def _look_through(
+    root: Storage, is_wanted: Callable[[str], bool], *, verify: bool
+) -> tuple[FoundCheckpoint | None, tuple[SkippedCheckpoint, ...]]:
+    """Look at one candidate after another. Another job may commit and remove meanwhile: then none is seen whole."""
     skipped: list[SkippedCheckpoint] = []
-    for candidate in candidates(root, is_wanted=lambda name: name not in passed_over and is_wanted(name)):
+    for candidate in candidates(root, is_wanted=is_wanted):
         try:
             check_candidate(root, candidate.name, verify=verify)
         except NewerVersionError:
@@ -124,6 +143,14 @@ def survey(
             continue
         return candidate, tuple(skipped)
     return None, tuple(skipped)
+
+
+def _directories(root: Storage, is_wanted: Callable[[str], bool]) -> Sequence[str]:
+    """The names of all that may be looked at; none where there is no directory."""
+    try:
+        return [name for name in root.list_directories() if not name.startswith(".") and is_wanted(name)]
+    except NotFoundError:
+        return []
 
 
 def candidates(root: Storage, *, is_wanted: Callable[[str], bool] = lambda name: True) -> list[FoundCheckpoint]:
@@ -136,11 +163,7 @@ def candidates(root: Storage, *, is_wanted: Callable[[str], bool] = lambda name:
         root: The directory of checkpoints; where there is none, it holds none.
         is_wanted: Tells which names count. Names that start with a dot never do.
     """
-    try:
-        names = root.list_directories()
-    except NotFoundError:
-        return []
-    found = [_look(root, name) for name in names if not name.startswith(".") and is_wanted(name)]
+    found = [_look(root, name) for name in _directories(root, is_wanted)]
     known = [each for each in found if each is not None]
     numbered = sorted((each for each in known if each.step is not None), key=_by_step, reverse=True)
     others = sorted((each for each in known if each.step is None), key=lambda each: each.committed_seconds)

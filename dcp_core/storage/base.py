@@ -204,10 +204,12 @@ class Storage(ABC):
             directory without files is as good as none. Data files carry the id of their save then, all of them.
         requests_at_once: How many reads are made at a time at least, since each waits for the storage; 0: as many as
             there are cores.
+        gap_bytes: Reading over so many bytes that nobody wants is cheaper than another request; 0: as in files.
     """
 
     is_object_store = False
     requests_at_once = 0
+    gap_bytes = 0
 
     @abstractmethod
     def describe(self) -> str:

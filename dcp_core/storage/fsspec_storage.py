@@ -28,6 +28,9 @@ from dcp_core.storage.urls import inside, is_url, normalised, redacted, schemes_
 RANGE_BYTES = 8 << 20
 """A larger read is made by several requests at once."""
 
+GAP_BYTES = 1 << 20
+"""What arrives in the time that another request takes: some ten milliseconds at some ten MiB a second."""
+
 HELD_BYTES = 16 << 20
 """A smaller file that may be replaced is read whole when it is opened, so that no reader sees two contents of it."""
 
@@ -64,6 +67,7 @@ class FsspecStorage(Storage):
 
     is_object_store = True
     requests_at_once = _READS_AT_ONCE
+    gap_bytes = GAP_BYTES
 
     def __init__(self, url: str, options: Mapping[str, Any] | None = None, *, retries: Retries | None = None) -> None:
         if not isinstance(url, str) or not is_url(url) or "\0" in url:

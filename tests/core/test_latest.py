@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from dcp_core import api
 from dcp_core.errors import ArgumentError, ArgumentsDifferError, NewerVersionError, StorageError
 from dcp_core.formats.block_container import Block, build_container
 from dcp_core.manager.latest import latest_checkpoint, survey_checkpoints
-from dcp_core.manager.survey import RootSurvey, step_of
+from dcp_core.manager.survey import RootSurvey, step_of, survey
 from dcp_core.storage.base import Storage
 from dcp_core.storage.local import LocalStorage
 from dcp_core.testing.faults import FaultyOperations
@@ -181,6 +182,31 @@ def test_a_storage_that_refuses_is_an_error_not_a_reason_to_go_back(
     monkeypatch.setattr(LocalStorage, "size", refuse)
     with pytest.raises(StorageError, match="no answer"):
         latest_checkpoint(tmp_path)
+
+
+class _Moving(LocalStorage):
+    """A directory in which another job commits a step and removes the one before, whenever it has been listed."""
+
+    moves = 3
+
+    def list_directories(self) -> list[str]:
+        names = list(super().list_directories())
+        if self.moves:
+            self.moves -= 1
+            root, last = Path(self.path), max(int(name.partition("_")[2]) for name in names)
+            put(root, f"step_{last + 1}")
+            shutil.rmtree(root / f"step_{last}")
+        return names
+
+
+def test_a_directory_that_always_holds_a_checkpoint_is_never_taken_for_one_without(tmp_path: Path) -> None:
+    put(tmp_path, "step_1")
+    found, _ = survey(_Moving(tmp_path))
+    assert found is not None and found.step == 4
+    shutil.rmtree(tmp_path / "step_4")
+    assert survey(LocalStorage(tmp_path)) == (None, ())
+    (tmp_path / "step_5").mkdir()
+    assert survey(LocalStorage(tmp_path))[0] is None
 
 
 def test_no_link_is_followed_out_of_the_directory(tmp_path: Path) -> None:

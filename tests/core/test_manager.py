@@ -22,6 +22,8 @@ from dcp_core.errors import (
 )
 from dcp_core.execution.filesystem import FileSystemWriter
 from dcp_core.manager.manager import CheckpointManager
+from dcp_core.manager.retention import Retention, after_commit
+from dcp_core.storage.base import Storage
 from dcp_core.storage.intent import post_intent
 from dcp_core.storage.local import LocalStorage
 from dcp_core.storage.operations import FileOperations
@@ -82,6 +84,39 @@ def test_what_was_committed_stays_though_higher_steps_lie_there(tmp_path: Path) 
     put(tmp_path, 200, 300)
     CheckpointManager(tmp_path, keep=2, durable=False).save(150, state_at(150))
     assert steps(tmp_path) == [150, 300]
+
+
+def test_what_another_manager_committed_later_stays(tmp_path: Path) -> None:
+    put(tmp_path, 1, 2, 3)
+    for step in (1, 3):  # by the clock of the storage, another job commits them just after ours
+        os.utime(tmp_path / f"step_{step}" / ".metadata", (4e9, 4e9))
+    manager = CheckpointManager(tmp_path, keep=1, durable=False)
+    manager.save(5, state_at(5))
+    assert steps(tmp_path) == [1, 3, 5]
+    os.utime(tmp_path / "step_5" / ".metadata", (4e9, 4e9))
+    after_commit(LocalStorage(tmp_path), "step_3", Retention(1), is_ours=lambda name: True)
+    assert steps(tmp_path) == [3, 5]  # at one moment, the higher number is the later one
+    after_commit(LocalStorage(tmp_path), "step_5", Retention(1), is_ours=lambda name: True)
+    assert steps(tmp_path) == [5]
+
+
+class _Late(LocalStorage):
+    """A directory in which another job commits a step once it has been looked at."""
+
+    def folder(self, name: str) -> Storage:
+        found = super().folder(name)
+        if name == "step_2":
+            self.looks = getattr(self, "looks", 0) + 1
+            if self.looks == 2:
+                put(Path(self.path), 2)
+        return found
+
+
+def test_what_another_manager_commits_while_we_look_stays(tmp_path: Path) -> None:
+    put(tmp_path, 1, 5)
+    (tmp_path / "step_2").mkdir()
+    after_commit(_Late(tmp_path), "step_5", Retention(1), is_ours=lambda name: True)
+    assert steps(tmp_path) == [2, 5] and step_in(tmp_path / "step_2") == 2
 
 
 def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:

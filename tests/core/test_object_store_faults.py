@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 
 from dcp_core import api
+from dcp_core.box import Box
 from dcp_core.errors import ArgumentError, IncompleteError, NotFoundError, StorageError
+from dcp_core.execution import read_requests
 from dcp_core.execution.filesystem import FileSystemReader, FileSystemWriter
 from dcp_core.storage import fsspec_storage, fsspec_uploads
 from dcp_core.storage.fsspec_storage import HELD_BYTES, FsspecStorage
@@ -300,6 +302,24 @@ def test_only_what_is_wanted_is_read(object_store: ObjectStore, storage: FsspecS
     object_store.traffic.clear()
     assert storage.read(DATA, 1000, 50) == data[1000:1050]
     assert [request.range for request in object_store.traffic.of("^GET ")] == ["bytes=1000-1049"]
+
+
+@pytest.mark.parametrize(("rows", "width", "most_requests"), [(32, 1 << 15, 2), (4, 1 << 19, 4)])
+def test_columns_of_a_matrix_take_few_requests_where_gaps_are_small_and_no_bytes_in_vain_where_they_are_wide(
+    object_store: ObjectStore, url: str, rows: int, width: int, most_requests: int
+) -> None:
+    matrix = np.arange(rows * width, dtype=np.float64).reshape(rows, width)
+    api.save({"matrix": matrix}, checkpoint_id=url)
+    half = Box((0, 0), (rows, width // 2))
+    object_store.traffic.clear()
+    assert np.array_equal(api.read(url, "matrix", half), matrix[:, : width // 2])
+    ranges = [request.range[6:].split("-") for request in object_store.traffic.of(r"^GET .*\.safetensors")]
+    sizes = [int(last) + 1 - int(first) for first, last in ranges if int(first)]
+    assert len(sizes) <= most_requests
+    gap = width // 2 * 8
+    is_read_over = gap <= fsspec_storage.GAP_BYTES
+    assert sum(sizes) <= matrix.nbytes // 2 + (gap * (rows - 1) if is_read_over else 0) + 4096
+    assert max(sizes) <= read_requests.JOINED_BYTES
 
 
 def test_an_open_description_stays_what_it_was(storage: FsspecStorage) -> None:

@@ -26,7 +26,7 @@ from dcp_core.execution.read_ranges import (
     run_dim,
     run_starts,
 )
-from dcp_core.execution.read_requests import ALIGNMENT, TASK_BYTES, TASK_PIECES, Task, plan_tasks
+from dcp_core.execution.read_requests import ALIGNMENT, TASK_BYTES, TASK_PIECES, Task, joined_calls, plan_tasks
 from dcp_core.metadata import MetadataIndex
 from dcp_core.planning.items import ItemType, ReadItem
 from dcp_core.planning.span_columns import columns_of
@@ -220,6 +220,35 @@ def test_tasks_are_all_pieces_in_order_in_calls_of_neighbours_and_as_large_as_al
         begun = {low for low, _ in task.calls}
         for index in range(task.first + 1, task.last):
             assert (index in begun) != shares_call(pieces, index)
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_calls_are_joined_over_small_gaps_and_no_further_than_allowed(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draw = random.Random(seed)
+    gap_bytes, most_bytes = draw.choice([0, 1, 10, 40]), draw.choice([30, 100, 1000])
+    monkeypatch.setattr(read_requests, "JOINED_BYTES", most_bytes)
+    position, start, nbytes, calls = 0, list[int](), list[int](), list[tuple[int, int]]()
+    for _ in range(draw.randint(0, 30)):
+        position = max(0, position + draw.choice([0, 1, 9, 10, 11, 40, 41, -20]))
+        low = len(start)
+        for _ in range(draw.randint(1, 3)):
+            start.append(position)
+            nbytes.append(draw.choice([0, 1, 7, 30]))
+            position += nbytes[-1]
+        calls.append((low, len(start)))
+    joined = joined_calls(calls, start, nbytes, gap_bytes)
+    assert [index for call in joined for index in range(*call)] == list(range(len(start)))
+    begun = {low for low, _ in joined}
+    assert begun <= {low for low, _ in calls}
+    first = 0
+    for low, high in calls[1:]:
+        gap = start[low] - start[low - 1] - nbytes[low - 1]
+        is_near = gap_bytes > 0 and 0 <= gap <= gap_bytes
+        fits = start[high - 1] + nbytes[high - 1] - start[first] <= most_bytes
+        assert (low not in begun) == (is_near and fits)
+        first = first if low not in begun else low
 
 
 def test_between_long_stretches_at_most_a_tenth_is_read_in_vain_however_they_are_cut() -> None:
