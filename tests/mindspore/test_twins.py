@@ -36,6 +36,7 @@ TWINS: dict[str, tuple[str, ...] | str] = {
     "test_broadcast_rounds": "minutes long, and the rounds are the core's",
     "test_broadcast_targets": ("test_broadcasts", "test_elements"),
     "test_broadcasts": ("test_broadcasts",),
+    "test_cases_files_torch": IN_CORE,
     "test_cases_torch": ("test_cases", "test_jobs", "test_reshard", "test_training"),
     "test_channel": ("test_channel",),
     "test_codecs": ("test_api",),
