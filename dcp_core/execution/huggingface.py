@@ -17,7 +17,8 @@ from xxhash import xxh3_64_hexdigest, xxh3_128_digest
 
 from dcp_core.dtype import DTYPES, Kind
 from dcp_core.errors import ArgumentError, CorruptError, IncompleteError, NotFoundError
-from dcp_core.execution.filesystem import FileSystemReader, OpenUrl, is_other_url, local_path
+from dcp_core.execution.checkpoint_place import OpenUrl, is_other_url, local_path
+from dcp_core.execution.filesystem import FileSystemReader
 from dcp_core.execution.interfaces import CheckpointId, Plan
 from dcp_core.formats.cuts import Cut, Joined, Narrowed, Selected, Stacked
 from dcp_core.formats.huggingface_directory import (

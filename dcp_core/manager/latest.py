@@ -13,7 +13,7 @@ from dcp_core.adapter import Adapter, AdapterSet
 from dcp_core.api import DEADLINE_SECONDS
 from dcp_core.arrays import NumpyAdapter
 from dcp_core.errors import ArgumentError
-from dcp_core.execution.filesystem import is_other_url, local_path
+from dcp_core.execution.checkpoint_place import is_other_url, local_path
 from dcp_core.execution.interfaces import CheckpointId
 from dcp_core.manager.survey import RootSurvey, survey, warn_of_skipped
 from dcp_core.recipes.agreement import Agreement, argument_digests, check_arguments
