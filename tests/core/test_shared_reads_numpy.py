@@ -225,18 +225,20 @@ def load_and_count_answers(context: RankContext, directory: str) -> list[int]:
     """How many answers for one rank alone this rank posts, in loads of rows and in loads of whole tensors."""
     channel = ADAPTER.process_group().channel
     assert channel is not None
-    put, posted = type(channel).put, []
+    put = type(channel).put
+    posted: list[str] = []
 
     def counted(self: Any, name: str, payload: bytes) -> None:
         posted.append(name)
         put(self, name, payload)
 
-    whole, counts = true_array("table", (8, 5)), []
+    whole, counts = true_array("table", (8, 5)), list[int]()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(type(channel), "put", counted)
         for target in (ShardedArray.cut(whole, even_boxes((8, 5), 2, context.rank, 0)), whole):
             for mode in (True, False):
-                state, expected = {"table": target}, bits_of({"table": target})
+                state: State = {"table": target}
+                expected = bits_of(state)
                 poison(state)
                 posted.clear()
                 load(state, directory, broadcast_replicated_tensors=mode)
