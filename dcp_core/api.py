@@ -5,16 +5,26 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 
 from dcp_core import __version__
 from dcp_core.adapter import Adapter, AdapterSet, ProcessGroup, StateRules, rendezvous_address
+from dcp_core.arguments import (
+    check_async,
+    check_broadcast,
+    check_comparable,
+    check_flags,
+    check_place,
+    check_timeout,
+    check_verify,
+    checked_kind,
+    is_flag,
+    usable_timeout,
+)
 from dcp_core.arrays import NumpyAdapter
 from dcp_core.background.async_save import AsyncOptions, AsyncSaveRecipe
 from dcp_core.background.data_copier import DataCopier
@@ -53,7 +63,6 @@ __all__ = [
 
 BATCH_BYTES = 6 * 1024 * 1024
 DEADLINE_SECONDS = 1800.0
-_LONGEST_SECONDS = 1e9  # what every channel can count with
 
 
 @paused_collection()
@@ -169,7 +178,7 @@ def async_save(
         )  # fmt: skip
         failed, how = order.failed, AsyncOptions()
         try:
-            _check_async(use_gloo, callback, on_pending)
+            check_async(use_gloo, callback, on_pending)
             how = AsyncOptions(bool(use_gloo) and order.job.use_collectives, callback, on_pending)
             if how.use_gloo:
                 rendezvous_address()
@@ -226,17 +235,20 @@ def load(
     with stage("load"):
         job, failed = _job(adapter, process_group, no_dist, use_collectives, rules)
         try:
-            reader = _checked(storage_reader, StorageReader, "storage_reader") or _reader()
-            chosen = _checked(planner, LoadPlanner, "planner") or StandardLoadPlanner()
-            _check_place(checkpoint_id, storage_reader)
-            check_deadline(timeout_seconds)
+            reader = checked_kind(storage_reader, StorageReader, "storage_reader") or _reader()
+            chosen = checked_kind(planner, LoadPlanner, "planner") or StandardLoadPlanner()
+            check_place(checkpoint_id, storage_reader)
+            check_timeout(timeout_seconds)
             check_flags(no_dist=no_dist, use_collectives=use_collectives)
-            _check_broadcast(broadcast_replicated_tensors, broadcast_groups, broadcast_batch_bytes)
-            _check_verify(verify)
+            check_broadcast(broadcast_replicated_tensors, broadcast_groups, broadcast_batch_bytes)
+            check_verify(verify)
         except ArgumentError as error:
             failed = failed or error
-            reader, chosen = FileSystemReader(), StandardLoadPlanner()
-            timeout_seconds = usable_deadline(timeout_seconds)
+            reader, chosen, timeout_seconds = (
+                FileSystemReader(),
+                StandardLoadPlanner(),
+                usable_timeout(timeout_seconds, DEADLINE_SECONDS),
+            )
             broadcast_batch_bytes = BATCH_BYTES
         options = LoadOptions(
             checkpoint_id, float(timeout_seconds), verify, broadcast_replicated_tensors, broadcast_groups,
@@ -298,18 +310,22 @@ class _SaveOrder:
         """Check what both kinds of save take."""
         job, failed = _job(adapter, process_group, no_dist, use_collectives, rules)
         try:
-            writer = _checked(storage_writer, StorageWriter, "storage_writer") or _writer()
-            chosen = _checked(planner, SavePlanner, "planner") or StandardSavePlanner()
-            _check_place(checkpoint_id, storage_writer)
-            check_deadline(timeout_seconds)
+            writer = checked_kind(storage_writer, StorageWriter, "storage_writer") or _writer()
+            chosen = checked_kind(planner, SavePlanner, "planner") or StandardSavePlanner()
+            check_place(checkpoint_id, storage_writer)
+            check_timeout(timeout_seconds)
             check_flags(
                 no_dist=no_dist, use_collectives=use_collectives, durable=durable, check_replicas=check_replicas
             )
-            _check_comparable(check_replicas, alone=no_dist or not use_collectives)
+            check_comparable(check_replicas, alone=no_dist or not use_collectives)
         except ArgumentError as error:
             failed = failed or error
-            writer, chosen = FileSystemWriter(), StandardSavePlanner()
-            timeout_seconds, durable, check_replicas = usable_deadline(timeout_seconds), True, False
+            writer, chosen, timeout_seconds = (
+                FileSystemWriter(),
+                StandardSavePlanner(),
+                usable_timeout(timeout_seconds, DEADLINE_SECONDS),
+            )
+            durable, check_replicas = True, False
         options = SaveOptions(
             checkpoint_id, float(timeout_seconds), bool(durable), f"hyper-dcp {__version__}", bool(check_replicas)
         )
@@ -330,7 +346,7 @@ def _job(
 ) -> tuple[Job, BaseException | None]:
     """Find the group; what goes wrong with it on this rank alone cannot be told to others, and is raised."""
     chosen: Adapter = NumpyAdapter() if adapter is None else adapter
-    no_dist, use_collectives = _is(no_dist, True), not _is(use_collectives, False)
+    no_dist, use_collectives = is_flag(no_dist, True), not is_flag(use_collectives, False)
     collectives = use_collectives and not no_dist
     found = chosen.process_group(group, with_channel=collectives)
     if no_dist:
@@ -350,78 +366,3 @@ def _adapters() -> tuple[AdapterSet, BaseException | None]:
         return active_adapters(), None
     except Exception as error:
         return AdapterSet(()), error
-
-
-def _is(flag: object, value: bool) -> bool:
-    """Whether a flag, numpy's included, has a value."""
-    return isinstance(flag, (bool, np.bool_)) and bool(flag) is value
-
-
-def _checked(value: Any, kind: type[Any], name: str) -> Any:
-    if value is not None and not isinstance(value, kind):
-        raise ArgumentError(f"{name} must be a {kind.__name__}, found {type(value).__name__}")
-    return value
-
-
-def _check_place(checkpoint_id: object, storage: object) -> None:
-    if checkpoint_id is None and storage is None:
-        raise ArgumentError("where is the checkpoint? Pass checkpoint_id, or a storage object that was given a path")
-    if checkpoint_id is not None and not isinstance(checkpoint_id, (str, os.PathLike)):
-        raise ArgumentError(f"checkpoint_id must be a path or a URL, found {type(checkpoint_id).__name__}")
-
-
-def check_deadline(timeout_seconds: object) -> None:
-    """Refuse what is no number of seconds to wait for ranks."""
-    number = timeout_seconds if isinstance(timeout_seconds, (int, float)) and timeout_seconds is not True else 0
-    if not 0 < number <= _LONGEST_SECONDS:
-        raise ArgumentError(
-            f"timeout_seconds must be a positive number of seconds, at most {_LONGEST_SECONDS:g}, found "
-            f"{timeout_seconds!r}"
-        )
-
-
-def usable_deadline(timeout_seconds: Any) -> float:
-    """A deadline for telling the others about a bad argument."""
-    try:
-        check_deadline(timeout_seconds)
-    except ArgumentError:
-        return DEADLINE_SECONDS
-    return float(timeout_seconds)
-
-
-def check_flags(**flags: object) -> None:
-    """Refuse what is neither True nor False."""
-    for name, value in flags.items():
-        if not isinstance(value, (bool, np.bool_)):
-            raise ArgumentError(f"{name} must be True or False, found {value!r}")
-
-
-def _check_comparable(check_replicas: bool, *, alone: bool) -> None:
-    if check_replicas and alone:
-        raise ArgumentError(
-            "check_replicas=True compares ranks, which no_dist=True and use_collectives=False keep apart; leave one out"
-        )
-
-
-def _check_async(use_gloo: object, callback: object, on_pending: object) -> None:
-    check_flags(use_gloo=use_gloo)
-    if callback is not None and not callable(callback):
-        raise ArgumentError(f"callback must be a function without arguments, found {callback!r}")
-    if not isinstance(on_pending, str) or on_pending not in ("wait", "raise"):
-        raise ArgumentError(f'on_pending must be "wait" or "raise", found {on_pending!r}')
-
-
-def _check_broadcast(broadcast: object, groups: object, batch_bytes: object) -> None:
-    if not isinstance(broadcast, (bool, str)) or broadcast not in (True, False, "auto"):
-        raise ArgumentError(f'broadcast_replicated_tensors must be True, False or "auto", found {broadcast!r}')
-    if groups is not None and broadcast is False:
-        raise ArgumentError("broadcast_groups was given with broadcast_replicated_tensors=False; leave one of them out")
-    if groups is not None and not isinstance(groups, Mapping):
-        raise ArgumentError(f"broadcast_groups must map tuples of ranks to groups, found {type(groups).__name__}")
-    if isinstance(batch_bytes, bool) or not isinstance(batch_bytes, (int, np.integer)) or batch_bytes < 0:
-        raise ArgumentError(f"broadcast_batch_bytes must be a number of bytes, 0 or more, found {batch_bytes!r}")
-
-
-def _check_verify(verify: object) -> None:
-    if not isinstance(verify, (bool, str)) or verify not in (True, False, "full"):
-        raise ArgumentError(f'verify must be True, False or "full", found {verify!r}')

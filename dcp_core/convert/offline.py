@@ -34,7 +34,7 @@ from dcp_core.convert.to_dcp import containers_of, convert_to_dcp, stored_nbytes
 from dcp_core.convert.to_huggingface import ConversionReport, log_skipped
 from dcp_core.dtype import DType
 from dcp_core.errors import ArgumentError, UnsupportedValueError
-from dcp_core.execution.filesystem import local_path
+from dcp_core.execution.checkpoint_place import local_path
 from dcp_core.execution.interfaces import CheckpointId, StorageReader
 from dcp_core.execution.planner_answers import Bits
 from dcp_core.formats.cuts import Cut

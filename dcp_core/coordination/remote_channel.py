@@ -85,7 +85,7 @@ class RemoteChannel(StoreChannel):
         """
         deadline = time.monotonic() + timeout_seconds
         if self.rank:
-            name, _ = getattr(self._local, "last_read", ("", 0))
+            name = next(reversed(self._parts_read()), "")
             pause = max(_DRAIN_PAUSE_SECONDS, self._fair_pause)
             while name and self._store().check([name]) and time.monotonic() < deadline:
                 time.sleep(pause)
@@ -118,7 +118,7 @@ class RemoteChannel(StoreChannel):
         store, (host, port) = self._store(), self.address
         if self.rank == 0 and not is_job_store:
             store.set(WORD, b"")
-        elif not self._await(store, WORD, 0 if is_job_store else self.timeout_seconds):
+        elif self._await(store, WORD, 0 if is_job_store else self.timeout_seconds) is None:
             told = "its trainer" if is_job_store else "rank 0"
             raise CoordinationError(
                 f"rank {self.rank} joined a store at {host}:{port}, where {told} has left no word: it is another "

@@ -170,8 +170,9 @@ class CoordinatorSide(Side):
         earlier = list(self.ledger.posted)
         verdict: Verdict | None = None
         computing = False
+        taken: set[int] = set()
         try:
-            frames = self._gather(call)
+            frames = self._gather(call, taken)
             failed = judge(call.stage, frames, self.world_size, self.timeout_seconds)
             computing = failed is None
             if failed is None:
@@ -191,12 +192,14 @@ class CoordinatorSide(Side):
             if not isinstance(error, Exception):
                 raise
             return Verdict(failure=failure, original=error) if verdict is None or succeeded else verdict
+        finally:  # and not before the answer, which all others wait for
+            self.forget(f"{call.prefix}.{rank}" for rank in taken)
         if len(frames) == self.world_size:
             self.forget(earlier)
         return verdict
 
-    def _gather(self, call: Call) -> dict[int, Frame]:
-        """What the ranks hand in, by rank, as far as they come.
+    def _gather(self, call: Call, taken: set[int]) -> dict[int, Frame]:
+        """What the ranks hand in, by rank, as far as they come; `taken` gets the ranks whose messages were read.
 
         Waits for each until one common deadline, which moves close once a rank has failed: nobody should wait half an
         hour to hear of an error that is already here.
@@ -218,6 +221,7 @@ class CoordinatorSide(Side):
                 if frame is None:
                     absent.append(rank)
                     continue
+                taken.add(rank)
                 frames[rank] = frame
                 if is_bad(frame, call.request.label):
                     deadline = min(deadline, time.monotonic() + SETTLE_SECONDS)
@@ -228,12 +232,10 @@ class CoordinatorSide(Side):
         return frames
 
     def _take(self, call: Call, rank: int, patience_seconds: float) -> Frame | None:
-        """Read and remove what a rank handed in."""
-        name = f"{call.prefix}.{rank}"
-        message = self.board.wait(name, patience_seconds)
+        """Read what a rank handed in."""
+        message = self.board.wait(f"{call.prefix}.{rank}", patience_seconds)
         if message is None:
             return None
-        self.forget([name])
         try:
             return decode_frame(message)
         except CoordinationError as error:

@@ -15,6 +15,9 @@ from dcp_core.coordination.store import Store
 
 _PART_BYTES = 4 << 20
 _WHOLE, _IN_PARTS = b"\0", b"\1"
+HEADS = (_WHOLE, _IN_PARTS)
+"""What every message begins with, in a store."""
+
 _PARTS = struct.Struct("<I")
 
 _FIRST_PAUSE_SECONDS = 0.0003
@@ -65,6 +68,10 @@ class StoreChannel(ABC):
         """
         return None
 
+    def look(self, store: Store, name: str) -> bytes | None:
+        """The head of a message, or None when it is not there, in as few calls as the store allows. Never waits."""
+        return store.get(name) if store.check([name]) else None
+
     def put(self, name: str, payload: bytes) -> None:
         """Post a message."""
         store = self._store()
@@ -84,15 +91,15 @@ class StoreChannel(ABC):
     def wait(self, name: str, timeout_seconds: float) -> bytes | None:
         """Wait for a message and return it; None when it did not come in time. Looks once at least."""
         store = self._store()
-        if not self._await(store, name, timeout_seconds):
+        head = self._await(store, name, timeout_seconds)
+        if head is None:
             return None
-        head: bytes = store.get(name)
         if head[:1] == _WHOLE:
             payload, parts = head[1:], 0
         else:
             (parts,) = _PARTS.unpack(head[1:])
             payload = b"".join(store.get(_part(name, part)) for part in range(parts))
-        self._local.last_read = (name, parts)
+        self._note_parts(name, parts)
         if self.rank:
             store.add(_readers(name), 1)
         return payload
@@ -135,11 +142,24 @@ class StoreChannel(ABC):
             found = self._local.store = self.connect()
         return found
 
+    def _parts_read(self) -> dict[str, int]:
+        """In how many parts the messages came that this thread has read last, and not removed."""
+        found: dict[str, int] | None = getattr(self._local, "parts_read", None)
+        if found is None:
+            found = self._local.parts_read = {}
+        return found
+
+    def _note_parts(self, name: str, parts: int) -> None:
+        read = self._parts_read()
+        read[name] = parts
+        if len(read) > self.world_size:
+            del read[next(iter(read))]
+
     def _count_parts(self, store: Store, name: str) -> int:
-        """How many parts a message has that this process did not post: mostly, the one that it has just read."""
-        last_name, parts = getattr(self._local, "last_read", ("", 0))
-        if name == last_name:
-            return int(parts)
+        """How many parts a message has that this process did not post: mostly, one that it has just read."""
+        parts = self._parts_read().pop(name, None)
+        if parts is not None:
+            return parts
         if not store.check([name]):
             return 0
         head: bytes = store.get(name)
@@ -150,26 +170,27 @@ class StoreChannel(ABC):
         """Seconds between two looks where every rank looks, so that the store keeps up."""
         return self.world_size / _CHECKS_A_SECOND
 
-    def _await(self, store: Store, name: str, timeout_seconds: float) -> bool:
+    def _await(self, store: Store, name: str, timeout_seconds: float) -> bytes | None:
+        """The head of a message, once it is there; None when it did not come in time."""
         started = time.monotonic()
         deadline = started + timeout_seconds
         shortest = max(_FIRST_PAUSE_SECONDS, self._fair_pause) if self.rank else _FIRST_PAUSE_SECONDS
         longest = max(_LONGEST_PAUSE_SECONDS, shortest)
         blocking = _FIRST_BLOCKING_SECONDS
-        while not store.check([name]):
+        while (head := self.look(store, name)) is None:
             now = time.monotonic()
             if now >= deadline:
-                return False
+                return None
             if self.world_size >= _MANY_RANKS and deadline - now > _SHORT_WAIT_SECONDS:
                 found = self.block(store, name, min(blocking, deadline - now))
                 if found:
-                    return True
+                    return store.get(name)
                 blocking = _BLOCKING_SECONDS
                 if found is not None:
                     continue
             pause = min(max((now - started) / 10, shortest), longest)
             time.sleep(min(pause, deadline - now))
-        return True
+        return head
 
 
 def _part(name: str, part: int) -> str:

@@ -7,19 +7,18 @@ Goes in: plans. Comes out: data files, and `.metadata` when every rank's are the
 from __future__ import annotations
 
 import os
-import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import replace
 from typing import Any
-from urllib.parse import unquote
 
 import numpy as np
 
 from dcp_core.coordination.directory import DirectoryChannel
 from dcp_core.errors import ArgumentError, DcpError, NotFoundError, StorageError
 from dcp_core.execution.broadcast import BroadcastWalker
+from dcp_core.execution.checkpoint_place import CheckpointPlace, OpenUrl
 from dcp_core.execution.data_files import TensorFiles
 from dcp_core.execution.interfaces import (
     CheckpointId,
@@ -56,73 +55,10 @@ from dcp_core.planning.span_columns import PlannedRegion, columns_of
 from dcp_core.planning.standard_load import StandardLoadPlanner
 from dcp_core.storage.base import Storage, check_name
 from dcp_core.storage.commit import Opening, abort, begin, commit, heartbeat
-from dcp_core.storage.fsspec_storage import FsspecStorage, open_fsspec_url
+from dcp_core.storage.fsspec_storage import FsspecStorage
 from dcp_core.storage.local import LocalStorage
-from dcp_core.storage.operations import FileOperations
-from dcp_core.storage.urls import is_flattened_url, is_url, redacted
 
-OpenUrl = Callable[[str], Storage | None]
-"""Makes the storage of a URL whose scheme is not ``file``; None where no plugin knows the scheme."""
-
-_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://")
 _WORD = (1 << 64) - 1
-_NOWHERE = "where is the checkpoint? Pass checkpoint_id, or a storage object that was given a path"
-
-
-def is_other_url(checkpoint_id: CheckpointId) -> bool:
-    """Whether this is a URL, and none of a file.
-
-    >>> is_other_url("memory://a"), is_other_url("file:///a"), is_other_url("/a")
-    (True, False, False)
-    """
-    if not isinstance(checkpoint_id, str) or not is_url(checkpoint_id):
-        return False
-    match = _SCHEME.match(checkpoint_id)
-    return match is None or match[1].lower() != "file" or "::" in checkpoint_id
-
-
-def local_path(checkpoint_id: CheckpointId) -> str:
-    """Turn what names a checkpoint into a path.
-
-    Args:
-        checkpoint_id: A path, or a `file://` URL, which is percent-decoded.
-
-    Raises:
-        ArgumentError: No path at all, a URL of another scheme or host, an empty or impossible path.
-
-    >>> local_path("file:///tmp/step%201")
-    '/tmp/step 1'
-    """
-    try:
-        path = os.fspath(checkpoint_id)
-    except TypeError as error:
-        raise ArgumentError(
-            f"a checkpoint is named by a path or a file:// URL, got {checkpoint_id!r}, a {type(checkpoint_id).__name__}"
-        ) from error
-    if not isinstance(path, str) or not path or "\0" in path:
-        raise ArgumentError(f"checkpoint_id {path!r} is no path of a directory")
-    if is_flattened_url(path):
-        raise ArgumentError(
-            f"checkpoint_id {redacted(path)!r} is a URL that lost a slash, as pathlib makes it: pass the URL as a str; "
-            f"a directory of that name on this machine is {'./' + path!r}"
-        )
-    if not isinstance(checkpoint_id, str) or not is_url(path):
-        return path
-    match = _SCHEME.match(path)
-    if match is None or match[1].lower() != "file":
-        scheme = path.partition("://")[0]
-        raise ArgumentError(
-            f"checkpoint_id {redacted(path)!r} has the scheme {scheme!r}; expected a path, a file:// URL, or "
-            "one whose scheme an installed plugin knows (`dcp plugins` lists them) or fsspec; or pass a "
-            "storage_writer or storage_reader that knows it"
-        )
-    host, slash, rest = path[match.end() :].partition("/")
-    if host not in ("", "localhost") or not slash:
-        raise ArgumentError(f"checkpoint_id {path!r} names a file on the host {host!r}; expected file:///path")
-    decoded = unquote("/" + rest, errors="surrogateescape")
-    if "\0" in decoded:
-        raise ArgumentError(f"checkpoint_id {path!r} is no path of a directory")
-    return decoded
 
 
 def file_columns(results: Sequence[WriteResult]) -> FileColumns:
@@ -138,88 +74,6 @@ def file_columns(results: Sequence[WriteResult]) -> FileColumns:
         field_nbytes=np.array([f.field_nbytes for f in records], np.int64),
         digest=np.array([(f.digest & _WORD, f.digest >> 64) for f in records], np.uint64).reshape(-1, 2),
     )
-
-
-def _absolute(path: str) -> str:
-    try:
-        return os.path.abspath(path)
-    except FileNotFoundError as error:
-        raise ArgumentError(
-            f"checkpoint_id {path!r} is relative, and the working directory of this process is gone; pass an absolute "
-            "path"
-        ) from error
-
-
-class _Directory:
-    """Which storage a writer or a reader works on."""
-
-    def __init__(
-        self,
-        path: CheckpointId | None,
-        storage: Storage | None,
-        open_plugin_url: OpenUrl | None,
-        storage_options: Mapping[str, Any] | None,
-    ) -> None:
-        if path is not None and storage is not None:
-            raise ArgumentError("a path and a storage were given; one of them says where the checkpoint is")
-        if storage_options is not None and not isinstance(storage_options, Mapping):
-            raise ArgumentError(f"storage_options must be a mapping, found {type(storage_options).__name__}")
-        self._open_plugin_url = open_plugin_url
-        self._storage_options = storage_options
-        self._path: str | None = None
-        self._storage = storage
-        if path is not None:
-            self.select(path)
-
-    def select(self, checkpoint_id: CheckpointId | None) -> None:
-        """Turn to another checkpoint; None keeps the present one, but follows its links anew."""
-        if checkpoint_id is not None:
-            opened = self._opened(checkpoint_id)
-            if opened is not None:
-                self._path, self._storage = None, opened
-                return
-            self._path = _absolute(local_path(checkpoint_id))
-        if self._path is not None:
-            operations = self._storage.operations if isinstance(self._storage, LocalStorage) else None
-            self._storage = LocalStorage(self._path, operations)
-        if self._storage is None:
-            raise ArgumentError(_NOWHERE)
-
-    def _opened(self, checkpoint_id: CheckpointId) -> Storage | None:
-        """The storage of a URL that is none of a file: a plugin's, else fsspec's; None where neither knows it."""
-        if not is_other_url(checkpoint_id):
-            return None
-        url = str(checkpoint_id)
-        opened = None if self._open_plugin_url is None else self._open_plugin_url(url)
-        return open_fsspec_url(url, self._storage_options) if opened is None else opened
-
-    @property
-    def path(self) -> str | None:
-        """Where it is; None for a storage that was given, or that does its operations in a way of its own."""
-        is_plain = isinstance(self._storage, LocalStorage) and type(self._storage.operations) is FileOperations
-        return self._path if is_plain else None
-
-    @property
-    def arguments(self) -> dict[str, Any] | None:
-        """What another process makes a writer of the same place from; None where only this one can."""
-        storage = self._storage
-        if isinstance(storage, FsspecStorage) and not storage.is_in_process:
-            options = {"storage_options": dict(storage.options)} if storage.options else {}
-            return {"path": storage.url, **options}
-        return None if self.path is None else {"path": self.path}
-
-    @property
-    def storage(self) -> Storage:
-        if self._storage is None:
-            raise ArgumentError(_NOWHERE)
-        return self._storage
-
-    def refuse_link(self) -> None:
-        """Raise where a link has the name of the directory."""
-        if self._path is not None and os.path.islink(self._path):
-            raise StorageError(
-                f"{self._path!r} is a link, which is not followed here: see who made it, and what lies there"
-            )
 
 
 class _MailboxDirectory(DirectoryChannel):
@@ -261,7 +115,7 @@ class FileSystemWriter(StorageWriter):
     ) -> None:
         self.durable = durable
         self._follows_link = follows_link
-        self._directory = _Directory(path, storage, open_url, storage_options)
+        self._directory = CheckpointPlace(path, storage, open_url, storage_options)
         self._context: WriteContext | None = None
         self._opening: Opening | None = None
         self._written: list[str] = []
@@ -393,7 +247,7 @@ class FileSystemReader(StorageReader):
         open_url: OpenUrl | None = None,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
-        self._directory = _Directory(path, storage, open_url, storage_options)
+        self._directory = CheckpointPlace(path, storage, open_url, storage_options)
         self._metadata: Metadata | None = None
         self._context = ReadContext(0, 1)
         self._objects: ObjectFiles | None = None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
@@ -17,7 +18,8 @@ from xxhash import xxh3_64_hexdigest, xxh3_128_digest
 
 from dcp_core.dtype import DTYPES, Kind
 from dcp_core.errors import ArgumentError, CorruptError, IncompleteError, NotFoundError
-from dcp_core.execution.filesystem import FileSystemReader, OpenUrl, is_other_url, local_path
+from dcp_core.execution.checkpoint_place import OpenUrl, is_other_url, local_path
+from dcp_core.execution.filesystem import FileSystemReader
 from dcp_core.execution.interfaces import CheckpointId, Plan
 from dcp_core.formats.cuts import Cut, Joined, Narrowed, Selected, Stacked
 from dcp_core.formats.huggingface_directory import (
@@ -45,6 +47,9 @@ __all__ = ["HuggingFaceReader", "Joined", "Narrowed", "Selected", "Stacked"]
 
 _LOG = logging.getLogger("dcp.execution")
 _HEADERS_AT_ONCE = 8
+_NEAR_SECONDS = 0.002
+"""Headers are read by the calling thread for so long: starting threads takes about as much."""
+
 _NAMES_SHOWN = 8
 _SCALES = ("_scale_inv", "_scale")
 _IS_FLOAT8 = np.isin(
@@ -206,16 +211,24 @@ def _read_headers(storage: Storage, chosen: str | None) -> tuple[SafetensorsFile
         return files
     weight_map = parse_index(read_index(storage, choice), f"{choice} in {where}")
     check_choice(weight_map, choice, names, where)
-    wanted: dict[str, set[str]] = {}
+    wanted: dict[str, set[str]] = {check_name(name, CorruptError): set() for name in dict.fromkeys(weight_map.values())}
     for key, name in weight_map.items():
-        wanted.setdefault(check_name(name, CorruptError), set()).add(key)
+        wanted[name].add(key)
     return _read_all_headers(storage, {name: wanted[name] for name in sorted(wanted)})
 
 
 def _read_all_headers(storage: Storage, wanted: Mapping[str, Collection[str] | None]) -> tuple[SafetensorsFile, ...]:
-    """Read headers, several at a time: each takes little but waiting where files are far away."""
-    with ThreadPoolExecutor(min(_HEADERS_AT_ONCE, max(len(wanted), 1))) as pool:
-        return tuple(pool.map(lambda name: read_header(storage, name, wanted[name]), wanted))
+    """Read headers, one after the other while files are near, else several at a time: each is little but waiting."""
+    names = list(wanted)
+    found: list[SafetensorsFile] = []
+    started = time.perf_counter()
+    while len(found) < len(names) and time.perf_counter() - started < _NEAR_SECONDS:
+        found.append(read_header(storage, names[len(found)], wanted[names[len(found)]]))
+    left = names[len(found) :]
+    if left:
+        with ThreadPoolExecutor(min(_HEADERS_AT_ONCE, len(left))) as pool:
+            found += pool.map(lambda name: read_header(storage, name, wanted[name]), left)
+    return tuple(found)
 
 
 def read_index(storage: Storage, name: str) -> bytes:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable
 
 from dcp_core.errors import ArgumentError, DcpError, NotFoundError
-from dcp_core.execution.filesystem import is_other_url, local_path
+from dcp_core.execution.checkpoint_place import is_other_url, local_path
 from dcp_core.execution.interfaces import CheckpointId
 from dcp_core.file_names import (
     INTENT_PREFIX,

@@ -15,7 +15,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from dcp_core.errors import ArgumentError, DcpError, NotFoundError, StorageError
-from dcp_core.execution.filesystem import FileSystemReader, is_other_url
+from dcp_core.execution.checkpoint_place import is_other_url
+from dcp_core.execution.filesystem import FileSystemReader
 from dcp_core.execution.interfaces import CheckpointId
 from dcp_core.execution.present_metadata import open_present
 from dcp_core.execution.read_threads import usable_threads

@@ -11,10 +11,11 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from dcp_core.adapter import Adapter, AdapterSet
-from dcp_core.api import DEADLINE_SECONDS, check_deadline, usable_deadline
+from dcp_core.api import DEADLINE_SECONDS
+from dcp_core.arguments import check_timeout, usable_timeout
 from dcp_core.arrays import NumpyAdapter
 from dcp_core.errors import ArgumentError
-from dcp_core.execution.filesystem import is_other_url, local_path
+from dcp_core.execution.checkpoint_place import is_other_url, local_path
 from dcp_core.execution.interfaces import CheckpointId
 from dcp_core.manager.survey import RootSurvey, survey, warn_of_skipped
 from dcp_core.recipes.agreement import Agreement, argument_digests, check_arguments
@@ -138,12 +139,12 @@ def survey_on_ranks(
         return RootSurvey(shown_root(root), found, path, skipped).to_bytes()
 
     def checked() -> bytes:
-        check_deadline(timeout_seconds)
+        check_timeout(timeout_seconds)
         check()
         return _checked(root, verify, arguments)
 
     payload, error = attempt(checked)
-    exchange = job.exchange(usable_deadline(timeout_seconds))
+    exchange = job.exchange(usable_timeout(timeout_seconds, DEADLINE_SECONDS))
     answer = exchange.run("latest", payload or b"", error=error, compute=look, is_last=True)
     found = RootSurvey.from_bytes(answer)
     warn_of_skipped(found.skipped, logging.WARNING if job.is_coordinator else logging.INFO)

@@ -14,11 +14,13 @@ from typing import Any, TypeVar
 
 from dcp_core import api
 from dcp_core.adapter import Adapter
-from dcp_core.api import DEADLINE_SECONDS, check_deadline, check_flags
+from dcp_core.api import DEADLINE_SECONDS
+from dcp_core.arguments import check_flags, check_timeout
 from dcp_core.arrays import NumpyAdapter
 from dcp_core.background.response import AsyncSaveResponse
 from dcp_core.errors import ArgumentError, CorruptError, DcpError, IncompleteError, NotFoundError
-from dcp_core.execution.filesystem import FileSystemReader, FileSystemWriter, is_other_url
+from dcp_core.execution.checkpoint_place import is_other_url
+from dcp_core.execution.filesystem import FileSystemReader, FileSystemWriter
 from dcp_core.execution.interfaces import CheckpointId
 from dcp_core.manager.latest import check_options, place_of, shown_root, survey_on_ranks
 from dcp_core.manager.retention import Retention, after_commit, warn_of_higher_steps
@@ -89,7 +91,7 @@ class CheckpointManager:
         calls: Calls | None = None,
     ) -> None:
         check_flags(check_replicas=check_replicas, durable=durable)
-        check_deadline(timeout_seconds)
+        check_timeout(timeout_seconds)
         check_options(storage_options)
         self.root = shown_root(root)
         if is_other_url(self.root):

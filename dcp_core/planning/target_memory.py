@@ -7,6 +7,7 @@ others, who expect what is stored.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -33,14 +34,17 @@ def overlapping(targets: Sequence[npt.NDArray[Any] | None]) -> Mask:
     [False, False]
     """
     found: Mask = np.zeros(len(targets), dtype=np.bool_)
+    filled = [(row, target) for row, target in enumerate(targets) if target is not None and target.size]
+    ranges = [_range_of(target) for _, target in filled]
+    ascending = sorted(ranges)
+    if all(stop <= start for (_, stop), (start, _) in pairwise(ascending)):
+        return found
     same: dict[tuple[object, ...], list[int]] = {}
-    for row, target in enumerate(targets):
-        if target is not None and target.size:
-            key = (*_range_of(target), target.dtype, target.shape, target.strides)
-            same.setdefault(key, []).append(row)
-    ranges = np.array([key[:2] for key in same], dtype=np.int64).reshape(-1, 2)
-    order = np.argsort(ranges[:, 0], kind="stable")
-    start, stop = ranges[order, 0], ranges[order, 1]
+    for (row, target), reach in zip(filled, ranges, strict=True):
+        same.setdefault((reach, target.dtype, target.shape, target.strides), []).append(row)
+    bounds = np.array([key[0] for key in same], dtype=np.int64).reshape(-1, 2)
+    order = np.argsort(bounds[:, 0], kind="stable")
+    start, stop = bounds[order, 0], bounds[order, 1]
     furthest: Int64 = np.maximum.accumulate(stop)
     meets = np.zeros(len(order), dtype=np.bool_)
     meets[1:] = start[1:] < furthest[:-1]

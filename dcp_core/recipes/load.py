@@ -229,7 +229,8 @@ class LoadRecipe:
         shared = [want for want in objects if want.stored.rank == EVERY_RANK and not alone]
         self._read_objects([want for want in objects if want.stored.rank != EVERY_RANK or alone])
         items = encode_value(_flatten_items(self._plan.items)) if self._plans_globally() else b""
-        offer = b"" if alone else self._shared.offer(self._plan, self.planner, self.reader)
+        shares = not alone and self.options.broadcast_replicated_tensors is not False
+        offer = self._shared.offer(self._plan, self.planner, self.reader) if shares else b""
         return pack(zlib.compress(encode_value([want.stored.name for want in shared]), 1), items, offer)
 
     def _name_what_stays_behind(self) -> None:
@@ -278,6 +279,8 @@ class LoadRecipe:
                 return pack(shared, b"", b"", b"")
             with stage("build_global_plan"):
                 sources, token = self._shared.answers(offers)
+            if not token:  # nobody shares: one answer for all
+                return pack(shared, b"", b"", b"")
             return [pack(shared, b"", source, token) for source in sources]
         plans: list[LoadPlan] = [PeerPlan(_decode_items(items)) for _, items, _ in parts]
         with stage("build_global_plan"):

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from dcp_core.execution.filesystem import FileSystemReader, is_other_url, local_path
+from dcp_core.execution.checkpoint_place import is_other_url, local_path
+from dcp_core.execution.filesystem import FileSystemReader
 from dcp_core.execution.huggingface import HuggingFaceReader
 from dcp_core.execution.interfaces import CheckpointId
 from dcp_core.formats.cuts import Cut

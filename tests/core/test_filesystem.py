@@ -14,7 +14,8 @@ import pytest
 from dcp_core.arrays import ArrayAccess
 from dcp_core.dtype import BY_NAME, DType
 from dcp_core.errors import ArgumentError, CorruptError, IncompleteError, NewerVersionError, NotFoundError, StorageError
-from dcp_core.execution.filesystem import FileSystemReader, FileSystemWriter, file_columns, local_path
+from dcp_core.execution.checkpoint_place import local_path
+from dcp_core.execution.filesystem import FileSystemReader, FileSystemWriter, file_columns
 from dcp_core.execution.interfaces import FileRecord, MetadataDraft, ReadContext, WriteContext, WriteResult
 from dcp_core.formats.metadata_file import MetadataColumns, encode_body
 from dcp_core.metadata import (

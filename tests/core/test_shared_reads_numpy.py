@@ -221,6 +221,37 @@ def test_what_all_ranks_want_is_taken_from_storage_once(replicas: int, tmp_path:
     assert [counts[1] for _, counts in found] == [total] * replicas
 
 
+def load_and_count_answers(context: RankContext, directory: str) -> list[int]:
+    """How many answers for one rank alone this rank posts, in loads of rows and in loads of whole tensors."""
+    channel = ADAPTER.process_group().channel
+    assert channel is not None
+    put = type(channel).put
+    posted: list[str] = []
+
+    def counted(self: Any, name: str, payload: bytes) -> None:
+        posted.append(name)
+        put(self, name, payload)
+
+    whole, counts = true_array("table", (8, 5)), list[int]()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(channel), "put", counted)
+        for target in (ShardedArray.cut(whole, even_boxes((8, 5), 2, context.rank, 0)), whole):
+            for mode in (True, False):
+                state: State = {"table": target}
+                expected = bits_of(state)
+                poison(state)
+                posted.clear()
+                load(state, directory, broadcast_replicated_tensors=mode)
+                assert bits_of(state) == expected
+                counts.append(sum(name.endswith(".answer") for name in posted))
+    return counts
+
+
+def test_where_nobody_shares_one_answer_is_for_all_ranks(tmp_path: Path) -> None:
+    api.save({"table": true_array("table", (8, 5))}, checkpoint_id=tmp_path / "c", durable=False)
+    assert run_ranks(load_and_count_answers, 2, str(tmp_path / "c")) == [[0, 0, 1, 0], [0] * 4]
+
+
 ODD_SHAPE = (3000, 1001)
 """Of a table whose rows end nowhere near the edges of checksum blocks."""
 

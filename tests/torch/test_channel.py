@@ -82,6 +82,30 @@ def test_messages_of_any_size_arrive_whole_and_are_gone_after_delete(kind: str, 
         assert not [key for key in store.list_keys() if key.startswith("p/") and "part" in key]
 
 
+def test_looking_for_a_message_in_vain_leaves_nothing_in_the_store() -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    first, other = (StoreChannel(store, "p", rank=rank, world_size=2) for rank in (0, 1))
+    before = sorted(store.list_keys())
+    assert first.wait("a", 0.05) is None
+    assert other.wait("a", 0) is None
+    assert sorted(store.list_keys()) == before
+    other.put("a", b"?")  # what is looked for stands in no message's way
+    assert first.wait("a", 0) == b"?"
+    assert first.wait("a", 0) == b"?"
+
+
+def test_messages_that_were_read_before_others_are_removed_whole() -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    channels = [StoreChannel(store, "p", rank=rank, world_size=4) for rank in range(4)]
+    large = bytes((4 << 20) + 1)
+    for rank in range(1, 4):
+        channels[rank].put(f"{rank}", large)
+    assert all(channels[0].wait(f"{rank}", 5) == large for rank in range(1, 4))
+    for rank in range(1, 4):
+        channels[0].delete(f"{rank}")
+    assert not [key for key in store.list_keys() if key.startswith("p/")]
+
+
 @pytest.mark.parametrize("kind", ["tcp", "file", "hash"])
 def test_a_wait_ends_when_the_message_comes_or_the_time_is_up(kind: str, tmp_path: Path) -> None:
     store = stores(tmp_path)[kind]()

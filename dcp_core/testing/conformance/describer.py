@@ -19,8 +19,6 @@ from dcp_core.adapter import Adapter, Describer
 from dcp_core.box import Box, contains, slices
 from dcp_core.dtype import BY_NAME, DType, dtype_named
 from dcp_core.errors import UnsupportedValueError
-from dcp_core.planning.description_checks import description_problem
-from dcp_core.planning.leaves import LocalTensor
 from dcp_core.plugin_checks import protocol_problem
 from dcp_core.testing.conformance.comparing import check_same, told_difference
 from dcp_core.testing.conformance.described import (
@@ -33,6 +31,7 @@ from dcp_core.testing.conformance.described import (
     is_apart,
     tiling_problem,
 )
+from dcp_core.testing.conformance.describing import describe_in_rank, problem_of_group
 from dcp_core.testing.conformance.registered import make_known, problem_of_registration, registrations
 from dcp_core.testing.conformance.samples import FOREIGN_VALUES, Bits, random_bits
 from dcp_core.testing.conformance.suite import RankedSuite
@@ -270,7 +269,7 @@ class DescriberConformance(RankedSuite):
     ) -> list[str]:
         """A job: load values of each type and shape where the last job saved, and save them; gives what is wrong."""
         loaded = () if before is None else self._shapes(before[0])
-        problem = _problem_of_group(context, adapter)
+        problem = problem_of_group(context, adapter)
         if problem is not None:
             return [problem]
         state = self._state(context, layout, loaded)
@@ -297,7 +296,7 @@ class DescriberConformance(RankedSuite):
 
     def _describe_values(self, context: RankContext, adapter: Adapter) -> list[Held]:
         """A job: describe this rank's value of every layout, shape and type."""
-        problem = _problem_of_group(context, adapter)
+        problem = problem_of_group(context, adapter)
         if problem is not None:
             raise AssertionError(problem)
         return [self._held(context, layout, dtype_named(name), shape) for layout, shape, name in self._kinds()]
@@ -334,58 +333,7 @@ class DescriberConformance(RankedSuite):
         value, second = (
             self.make_value(layout, whole.copy(), dtype, context.rank, context.world_size) for _ in range(2)
         )
-        describer = self.make_describer()
-        found, of_second = describer.describe(value), describer.describe(second)
-        problem = None if found is None else description_problem(found)
-        try:
-            return self._looked_at(describer, value, found, of_second, other, dtype)
-        except Exception:
-            if problem is None:
-                raise
-            return Held(is_tensor=False, problem=problem)
-
-    def _looked_at(
-        self,
-        describer: Describer,
-        value: Any,
-        found: LocalTensor | None,
-        of_second: LocalTensor | None,
-        other: Bits,
-        dtype: DType,
-    ) -> Held:
-        """What there is to know of a value and its first description.
-
-        Args:
-            describer: What describes it.
-            value: The value.
-            found: Its first description.
-            of_second: That of a value alike, in other memory.
-            other: Other elements of the whole tensor.
-            dtype: What they are.
-        """
-        if not isinstance(found, LocalTensor):
-            return Held(is_tensor=False, problem=None if found is None else description_problem(found))
-        bits = bits_of(found)
-        for box, view in zip(found.boxes, found.views, strict=False):
-            if tuple(view.shape) == box.sizes and contains(Box.whole(other.shape), box):
-                found.access.copy_into(view, other[slices(box)], dtype)
-        again = describer.describe(value)
-        if again is None or of_second is None:
-            return Held(is_tensor=False)
-        return Held(
-            True,
-            found.global_shape,
-            found.dtype.name,
-            found.boxes,
-            tuple(tuple(view.shape) for view in found.views),
-            bits,
-            bits_of(again),
-            found.replica_ranks,
-            is_steady=(found.boxes, found.storage) == (again.boxes, again.storage),
-            is_apart=found.storage is None or not found.boxes or found.storage != of_second.storage,
-            is_plain=found.plain,
-            problem=description_problem(found),
-        )
+        return describe_in_rank(self.make_describer(), value, second, other, dtype)
 
     def _state(self, context: RankContext, layout: str, to_load: Sequence[Shape]) -> dict[tuple[str, Shape], Any]:
         """A value of each type and shape; those of some shapes hold something else, to be loaded over."""
@@ -430,20 +378,6 @@ class DescriberConformance(RankedSuite):
 
 _seen: dict[tuple[type, int], list[list[Held]] | RankProcessError] = {}
 """What the ranks of a suite said, by the suite and their number: several tests look at it."""
-
-
-def _problem_of_group(context: RankContext, adapter: Adapter | None) -> str | None:
-    """Whether `in_rank` has made the process a rank of a job; where not, why saves would not meet."""
-    if adapter is None:
-        return "in_rank gives no adapter; it must start the framework's job and give the adapter"
-    found = adapter.process_group(None, with_channel=False)
-    if (found.rank, found.world_size) == (context.rank, context.world_size):
-        return None
-    return (
-        f"in_rank's group has {count_of_ranks(found.world_size)} with this as rank {found.rank}, and "
-        f"{count_of_ranks(context.world_size)} were started, this one as rank {context.rank}: in_rank must start the "
-        "framework's job, and give an adapter that finds it"
-    )
 
 
 def _key(dtype: str, shape: Shape) -> str:
