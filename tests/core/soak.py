@@ -204,7 +204,7 @@ class Soak:
 
     def _resume(self, found: Found | None, salt: str, *, verify: bool) -> None:
         rng = Random(salt)
-        options = {
+        options: dict[str, Any] = {
             "broadcast_replicated_tensors": rng.choice((True, True, False, "auto")),
             "broadcast_batch_bytes": rng.choice((0, 1000, 6 << 20)),
         }

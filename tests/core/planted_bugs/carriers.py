@@ -112,7 +112,7 @@ class RemovesItsOwnOnly(_Board):
 
 class CannotRemoveTwice(_Board):
     def delete(self, name: str) -> None:
-        os.unlink(self._file(name))
+        os.unlink(os.path.join(self.path, name))
 
 
 class DeliversWhatItReadBefore(_Board):
@@ -138,7 +138,7 @@ class LosesMessages(_Board):
 
 class TearsMessages(_Board):
     def put(self, name: str, payload: bytes) -> None:
-        with open(self._file(name), "wb", buffering=0) as file:
+        with open(os.path.join(self.path, name), "wb", buffering=0) as file:
             for start in range(0, len(payload), _MIB):
                 file.write(payload[start : start + _MIB])
                 time.sleep(0.001)
