@@ -4,6 +4,7 @@ import errno
 import os
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -230,7 +231,12 @@ def test_no_message_goes_through_a_link_in_the_place_of_the_directory(tmp_path: 
     os.utime(kept, (0, 0))
     place.symlink_to(kept)
     channel = DirectoryChannel(place, make=False)
-    for call in (lambda: channel.put("b", b"x"), lambda: channel.delete("a"), lambda: channel.wait("a", 1)):
+    calls: list[Callable[[], object]] = [
+        lambda: channel.put("b", b"x"),
+        lambda: channel.delete("a"),
+        lambda: channel.wait("a", 1),
+    ]
+    for call in calls:
         with pytest.raises(NotADirectoryError):
             call()
     clock.now += 100
