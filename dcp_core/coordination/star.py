@@ -25,6 +25,7 @@ from dcp_core.coordination.verdict import (
     failure_for_all,
     is_bad,
     judge,
+    name_ranks,
     safe_cause,
     told_late,
     was_missed,
@@ -48,6 +49,9 @@ _LONGEST_GRACE_SECONDS = 10.0
 _FIRST_SLICE_SECONDS = 0.25
 _LONGEST_SLICE_SECONDS = 1.0
 _PROBE_SECONDS = 0.001
+_TELLS_AFTER_SECONDS = 60.0
+"""Until the coordinator says for whom it waits; then twice as long, and so on."""
+
 
 _log = logging.getLogger("dcp.coordination")
 
@@ -211,9 +215,13 @@ class CoordinatorSide(Side):
         deadline = call.started + self.timeout_seconds
         if is_bad(call.request, call.request.label):
             deadline = min(deadline, call.started + SETTLE_SECONDS)
-        longest_wait = _FIRST_SLICE_SECONDS
+        longest_wait, tells_after = _FIRST_SLICE_SECONDS, _TELLS_AFTER_SECONDS
         while pending:
-            is_last_look = time.monotonic() >= deadline
+            waited = time.monotonic() - call.started
+            is_last_look = call.started + waited >= deadline
+            if waited >= tells_after and not is_last_look:
+                self._tell_of(pending, call.stage, waited)
+                tells_after = 2 * waited
             absent: list[int] = []
             for rank in pending:
                 patience = 0.0 if absent else min(longest_wait, deadline - time.monotonic())
@@ -230,6 +238,13 @@ class CoordinatorSide(Side):
                 break
             longest_wait = min(longest_wait * 2, _LONGEST_SLICE_SECONDS)
         return frames
+
+    def _tell_of(self, pending: Sequence[int], stage: str, waited_seconds: float) -> None:
+        _log.warning(
+            "rank %d has waited %.0f s for %s in exchange %s, and goes on until %g s have passed (timeout_seconds); if "
+            "they do not make this call, end the job", self.rank, waited_seconds, name_ranks(pending), stage,
+            self.timeout_seconds,
+        )  # fmt: skip
 
     def _take(self, call: Call, rank: int, patience_seconds: float) -> Frame | None:
         """Read what a rank handed in."""

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dcp_core.adapter import KeyValueChannel
+from dcp_core.coordination import star
 from dcp_core.coordination.directory import DirectoryChannel
 from dcp_core.coordination.exchange import Answers, Exchange
 from dcp_core.coordination.frames import FRAME_BYTES, Frame, FrameKind, decode_frame, encode_frame, pack, unpack
@@ -402,6 +403,15 @@ def test_missing_ranks_are_named_with_the_deadline_on_all_that_came(missing: tup
     assert isinstance(failure, TimeoutError)
     assert failure.message.startswith(f"{named} did not come to exchange save/agree within 1.5 s")
     assert [cause.rank for cause in failure.causes] == list(missing)
+
+
+def test_a_coordinator_that_waits_for_long_says_for_whom(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(star, "_TELLS_AFTER_SECONDS", 0.2)
+    Group(4, timeout_seconds=1.5).run(lambda exchange: exchange.run("save/agree", compute=never), [0, 2])
+    told = [record.getMessage() for record in caplog.records if record.name == "dcp.coordination"]
+    assert 1 <= len(told) <= 4 and "for ranks 1, 3 in exchange save/agree" in told[-1]
 
 
 def test_a_missing_coordinator_is_named_by_the_others() -> None:
