@@ -17,7 +17,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from dcp_core.convert import torch_package
+from dcp_core.recipes import torch_package
 
 _PATHS = {
     "open": 1, "os.remove": 1, "os.rename": 2, "os.rmdir": 1, "os.link": 2, "os.symlink": 2, "os.truncate": 1,
@@ -47,6 +47,7 @@ class Watch:
         self.seen: list[str] = []
         self._inside = os.path.abspath(inside) + os.sep
         self._is_on = False
+        os.chdir(inside)  # events do not tell the open directory that a name is relative to: only "../" leads out of it
         sys.addaudithook(self._hear)
 
     @contextmanager
