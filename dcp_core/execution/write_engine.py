@@ -7,7 +7,7 @@ written, and each header, with the checksums and the save's id in it, comes last
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 
@@ -116,6 +116,16 @@ def _new_files(storage: Storage, sizes: Mapping[str, int]) -> Iterator[list[Writ
         raise
 
 
+def _proceeding(context: WriteContext, failure: FirstFailure) -> Callable[[], None]:
+    """What a file's stream calls as it goes on; it holds no file, which would hold its stream and itself."""
+
+    def proceed() -> None:
+        failure.check()
+        context.step()
+
+    return proceed
+
+
 class _PartFile:
     """The work of writing one tensor file."""
 
@@ -126,9 +136,10 @@ class _PartFile:
         self._context = context
         self._plan = plan
         self._handle = handle
-        self._failure = failure
         self._runs = RunSource(plan.spans, plan.columns, source, context.rank)
-        self._stream = FileStream(handle, plan.layout.data_start, self._proceed, durable=context.durable)
+        self._stream = FileStream(
+            handle, plan.layout.data_start, _proceeding(context, failure), durable=context.durable
+        )
 
     @property
     def next_nbytes(self) -> int:
@@ -138,10 +149,6 @@ class _PartFile:
     def prepare(self) -> Run | None:
         """Ask the planner for the next run."""
         return self._runs.take()
-
-    def _proceed(self) -> None:
-        self._failure.check()
-        self._context.step()
 
     def write(self, run: Run) -> None:
         """Hash and write a run."""

@@ -220,7 +220,7 @@ def test_a_corrupt_metadata_is_named_with_its_directory_hex_digests_and_a_remedy
 
 @pytest.mark.parametrize("kind", [FileSystemWriter, FileSystemReader])
 def test_what_is_no_path_is_a_bad_argument(kind: Any) -> None:
-    with pytest.raises(ArgumentError, match="a path or a file:// URL, got 5, a int"):
+    with pytest.raises(ArgumentError, match="a path or a URL, got 5, a int"):
         kind(5)
 
 
