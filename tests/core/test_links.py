@@ -346,6 +346,7 @@ _PLACES = {
     "log.py",  # a trace, where the user wants one
     "cli/inspect.py",  # a picture, where the user wants one
     "cli/main.py",  # /dev/null, in the place of a reader who has left
+    "cli/tables.py",  # the same, for the tools
 }
 
 
