@@ -36,6 +36,11 @@ class Vitals:
     temporary: tuple[str, ...]
     open_files: tuple[str, ...]
 
+    @property
+    def uses(self) -> tuple[Use, ...]:
+        """Of its process, then of its background processes."""
+        return (self.own, *self.children)
+
     @classmethod
     def of(cls, seat: Seat, event: int, first: Vitals | None) -> Vitals:
         """Look, while no rank does anything else; what is more than at the first look may go yet."""
@@ -57,20 +62,24 @@ class Vitals:
 
 
 def check_flat(ranks: Sequence[Sequence[Vitals]], most_growth_nbytes: int = MOST_GROWTH_NBYTES) -> None:
-    """See that the last look finds no more than the first.
+    """See that the last look finds no more than the first; and of memory, than the one halfway.
+
+    What is used once for all (an arena of the allocator, a module) comes at any time early on; what leaks comes in the
+    second half as well.
 
     Args:
         ranks: The looks of each rank.
-        most_growth_nbytes: How much more memory may be in use.
+        most_growth_nbytes: How much more memory may be in use than halfway; and four times as much as at first.
     """
     for rank, looks in enumerate(ranks):
-        first, last = looks[0], looks[-1]
+        first, halfway, last = looks[0], looks[(len(looks) - 1) // 2], looks[-1]
         text = f"rank {rank}:\n" + "\n".join(map(str, looks))
         assert len(last.children) == 1, text
-        for before, after in ((first.own, last.own), (first.children[0], last.children[0])):
+        for before, between, after in zip(first.uses, halfway.uses, last.uses, strict=True):
             assert after.threads <= before.threads, text
             assert after.descriptors <= before.descriptors, text
-            assert after.resident_nbytes <= before.resident_nbytes + most_growth_nbytes, text
+            assert after.resident_nbytes <= between.resident_nbytes + most_growth_nbytes, text
+            assert after.resident_nbytes <= before.resident_nbytes + 4 * most_growth_nbytes, text
         assert last.messages <= first.messages + len(ranks), text
         assert set(last.temporary) <= set(first.temporary), text
         assert not last.open_files, text

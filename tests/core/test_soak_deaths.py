@@ -101,21 +101,32 @@ class Job:
         )
 
     def resume(self) -> int:
-        """Load the newest checkpoint; it is no older than one that somebody was told is complete."""
+        """Load the newest checkpoint; it is no older than one that somebody was told is complete.
+
+        A background process of the job before may commit meanwhile: a newer step, or this one once more.
+        """
         path = self.manager.latest()
-        if path is None:
-            assert not names_in(self.root.with_name("completed"))
-            assert self.manager.resume({}) is None
-            return 0
-        number, step = number_in(path), int(path.rpartition("_")[2])
         completed = [int(name.partition(" ")[0]) for name in names_in(self.root.with_name("completed"))]
+        if path is None:
+            assert not completed, f"no checkpoint is whole, and completed were {completed}"
+            return 0
+        step = int(path.rpartition("_")[2])
         assert step >= max(completed, default=0), (path, completed)
+        numbers = self._numbers_in(path)
+        number = int(numbers[0])
         assert f"{step} {number}" in names_in(self.root.with_name("begun")), (path, number)
         target = target_of(self.seed, number, f"{self.round} resume", self.seat)
-        assert self.manager.resume(target.state) == step
+        resumed = self.manager.resume(target.state, step=step)
+        assert resumed == step, (resumed, step)
+        if {*numbers, *self._numbers_in(path)} != {numbers[0]}:
+            return self.resume()
         target.check()
         self.seat.share()
         return step
+
+    def _numbers_in(self, path: str) -> list[bytes]:
+        """Which save each rank finds in a directory."""
+        return self.seat.share(str(number_in(path)).encode())
 
     def save(self, step: int, count: int) -> None:
         """Save a step; the job may end in it."""
