@@ -9,6 +9,7 @@ from dcp_core.adapter.protocols import Adapter, Describer
 from dcp_core.errors import AdapterError, DcpError
 from dcp_core.planning.description_checks import description_problem
 from dcp_core.planning.leaves import LocalTensor
+from dcp_core.type_names import type_name
 
 
 class AdapterSet:
@@ -60,7 +61,7 @@ class AdapterSet:
 
 
 def _described_wrongly(adapter: Adapter, value: Any, problem: str) -> AdapterError:
-    kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    kind = type_name(value)
     return AdapterError(
         f"{type(adapter).__qualname__}.describe {problem}; this is the adapter {adapter.name!r}, asked about a value "
         f"of type {kind}: repair the adapter, or take such values out of the state"
