@@ -10,6 +10,7 @@ import struct
 from typing import TypeAlias
 
 from dcp_core.errors import CorruptError, UnsupportedValueError
+from dcp_core.type_names import name_of_type
 
 KeyValue: TypeAlias = str | int | float | bytes | tuple["KeyValue", ...] | None
 
@@ -53,7 +54,9 @@ def decode_key(blob: bytes, at: int) -> tuple[KeyValue, int]:
 
 
 def varint(number: int) -> bytes:
-    """A number in as few bytes as it needs, 7 bits a byte."""
+    """A number in as few bytes as it needs, 7 bits a byte, low ones first."""
+    if number < 0x80:
+        return number.to_bytes(1, "little")
     out = bytearray()
     while number > 0x7F:
         out.append(number & 0x7F | 0x80)
@@ -113,7 +116,7 @@ def _unsupported(value: object) -> UnsupportedValueError:
     elif kind is float:
         reason = "NaN, which nothing is equal to"
     else:
-        reason = f"type {kind.__module__}.{kind.__qualname__}"
+        reason = f"type {name_of_type(kind)}"
     return UnsupportedValueError(
         f"a mapping has a key of {reason}; keys must be exactly str, int, bool, float, bytes, None or tuples of those: "
         "convert it, for example to str"

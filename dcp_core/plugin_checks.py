@@ -26,6 +26,7 @@ from dcp_core.hookspecs import (
     StorageEntry,
 )
 from dcp_core.storage.base import Storage
+from dcp_core.type_names import name_of_type
 
 _FRAMEWORKS = ("torch", "mindspore")
 _SECONDS = 120.0
@@ -72,7 +73,7 @@ def _type_problem(type_name: str) -> str | None:
         return f"there is no type {type_name}: {type(error).__name__}: {error}"
     if not isinstance(found, type):
         return f"{type_name} is no type but a {type(found).__qualname__}"
-    defined = f"{found.__module__}.{found.__qualname__}"
+    defined = name_of_type(found)
     return None if defined == type_name else wrong_name(type_name, defined)
 
 
@@ -89,7 +90,7 @@ def imported_as(type_name: str) -> str | None:
         if found is not None:
             for name in parts[count:]:
                 found = getattr(found, "__dict__", {}).get(name)  # no getattr: a module may import for it
-            return f"{found.__module__}.{found.__qualname__}" if isinstance(found, type) else None
+            return name_of_type(found) if isinstance(found, type) else None
     return None
 
 

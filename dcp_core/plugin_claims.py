@@ -18,6 +18,7 @@ from dcp_core.planning.description_checks import description_problem
 from dcp_core.planning.leaves import LocalTensor
 from dcp_core.plugin_checks import imported_as, wrong_name
 from dcp_core.plugin_discovery import PluginRecord
+from dcp_core.type_names import name_of_type
 
 _E = TypeVar("_E", bound=Entry)
 
@@ -74,7 +75,7 @@ def kind_in_words(entry: Entry) -> str:
 
 def base_names(of: type) -> list[str]:
     """Names of a type and its bases, most derived first."""
-    return [f"{base.__module__}.{base.__qualname__}" for base in of.__mro__]
+    return [name_of_type(base) for base in of.__mro__]
 
 
 class TypeDescribers:

@@ -8,6 +8,7 @@ from typing import Any
 
 from dcp_core.errors import CorruptError, UnsupportedValueError
 from dcp_core.state_path import MAX_DEPTH, PathKey, StatePath, plain_name
+from dcp_core.type_names import type_name
 
 _MAPPING_KINDS = ("dict", "OrderedDict")
 _CONTAINERS: dict[str, type] = {"key": Mapping, "list": list, "tuple": tuple}
@@ -168,8 +169,3 @@ def _changeable_level(containers: list[Any], path: StatePath) -> int:
 def shown_path(path: StatePath) -> str:
     """How a message names a place."""
     return repr(plain_name(path)) if path else "the root of the state"
-
-
-def type_name(value: object) -> str:
-    """How a message names a type."""
-    return f"{type(value).__module__}.{type(value).__qualname__}"

@@ -12,8 +12,9 @@ from typing import Any, Literal, TypeAlias
 
 from dcp_core.errors import UnsupportedValueError
 from dcp_core.key_codec import encode_key
-from dcp_core.state_nest import shown_path, type_name
+from dcp_core.state_nest import shown_path
 from dcp_core.state_path import MAX_DEPTH, PerRank, decode_path, position
+from dcp_core.type_names import type_name
 
 IsLeaf: TypeAlias = Callable[[object], bool]
 Role: TypeAlias = Literal["leaf", "container", "stateful"]

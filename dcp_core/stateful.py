@@ -10,9 +10,10 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 from dcp_core.errors import UnsupportedValueError
-from dcp_core.state_nest import shown_path, tuple_like, type_name
+from dcp_core.state_nest import shown_path, tuple_like
 from dcp_core.state_path import PathKey, StatePath, decode_path, encode_path, plain_name
 from dcp_core.state_walk import ATOMS, IsLeaf, Walker, checked_root, component, pairs
+from dcp_core.type_names import type_name
 
 StatefulCall: TypeAlias = Callable[[StatePath, Any], object]
 

@@ -14,16 +14,15 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing.util import Finalize
 from typing import Any
 
-import xxhash
 from mindspore.mint.distributed import TCPStore
 
 from dcp_core.adapter import ProcessGroup
+from dcp_core.coordination.broadcast_group import shown
+from dcp_core.coordination.joined_groups import JoinedGroups, group_prefix
 from dcp_core.coordination.store import PrefixedStore
 from dcp_core.errors import ArgumentError, CoordinationError
 from dcp_mindspore import collectives
@@ -31,7 +30,6 @@ from dcp_mindspore.broadcasts import MindSporeBroadcasts
 from dcp_mindspore.remote_channel import leave_word
 from dcp_mindspore.store_channel import MindSporeStore, StoreChannel
 
-_PREFIX = "dcp"
 _NAME_SECONDS = 60.0
 _PAUSE_SECONDS = 0.001
 _TRIES = 8
@@ -69,31 +67,18 @@ class StoreGroup:
             )
 
 
-class _Job:
+class _Job(JoinedGroups[ProcessGroup]):
     """What this process made for the groups that it is in."""
 
     def __init__(self) -> None:
-        self.process = os.getpid()
-        self._process_now = os.getpid  # at the end of the interpreter `os` may be gone before this object
-        self.groups: dict[Hashable, ProcessGroup] = {}
+        super().__init__()
         self.default: StoreGroup | None = None
         self.rank: int | None = None
         self._stores: list[Any] = []
-        Finalize(self, self.leave, exitpriority=0)  # also in children of multiprocessing, which skip atexit
 
     def keep(self, store: Any) -> None:
         """Hold a store to the end of the process."""
         self._stores.append(store)
-
-    def leave(self) -> None:
-        """Let the others read what this process posted, before the stores that it hosts go with it."""
-        groups, self.groups = self.groups, {}
-        if self.process != self._process_now():
-            return
-        for group in groups.values():
-            if isinstance(group.channel, StoreChannel):
-                with contextlib.suppress(Exception):
-                    group.channel.drain()
 
 
 _lock = threading.RLock()
@@ -187,7 +172,7 @@ def _of_store(job: _Job, group: StoreGroup, with_channel: bool) -> ProcessGroup:
 def _of_name(job: _Job, name: str, with_channel: bool) -> ProcessGroup:
     ranks, global_rank = collectives.ranks_of(name), collectives.global_rank()
     if global_rank not in ranks:
-        raise ArgumentError(f"rank {global_rank} is no member of the group {name!r} of ranks {_shown(ranks)}")
+        raise ArgumentError(f"rank {global_rank} is no member of the group {name!r} of ranks {shown(ranks)}")
     rank = ranks.index(global_rank)
     if len(ranks) == 1:
         return ProcessGroup(global_rank=global_rank)
@@ -202,14 +187,13 @@ def _of_name(job: _Job, name: str, with_channel: bool) -> ProcessGroup:
 
 
 def _join(store: MindSporeStore, rank: int, ranks: tuple[int, ...]) -> ProcessGroup:
-    digest = xxhash.xxh3_64_hexdigest(",".join(map(str, ranks)).encode())
-    prefix = f"{_PREFIX}/{digest}"
+    prefix = group_prefix(ranks)
     try:
         key = _agree_on_name(PrefixedStore(prefix, store), rank)
         remote = leave_word(store, f"{prefix}/{key}/background", rank, len(ranks))
     except RuntimeError as error:
         raise CoordinationError(
-            f"rank {ranks[rank]} cannot use the store of the job to talk to ranks {_shown(ranks)}: {error}"
+            f"rank {ranks[rank]} cannot use the store of the job to talk to ranks {shown(ranks)}: {error}"
         ) from error
     channel = StoreChannel(store, f"{prefix}/{key}", rank=rank, world_size=len(ranks))
     broadcasts = MindSporeBroadcasts(store, f"{prefix}/{key}/broadcasts", ranks[rank])
@@ -295,7 +279,3 @@ def _own_address() -> str:
         return socket.gethostbyname(socket.gethostname())
     except OSError:
         return "127.0.0.1"
-
-
-def _shown(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")

@@ -9,11 +9,11 @@ from __future__ import annotations
 from typing import Any
 
 import mindspore
-import numpy as np
 
 from dcp_core.dtype import dtype_named
 from dcp_core.errors import CorruptError
 from dcp_core.formats.objects import ObjectCodec, register_codec
+from dcp_core.formats.tensor_values import plain_tensor, tensor_bits
 from dcp_mindspore.elements import dtype_of, mindspore_dtype_of, read_bits, tensor_of_bits
 
 _KINDS = ("Bool", "Int", "UInt", "Float", "BFloat", "Complex")
@@ -21,18 +21,13 @@ _PARAMETER_TYPE = "abc.Parameter"  # MindSpore makes a class of this name for pa
 
 
 def _encode_tensor(value: Any) -> object:
-    bits = np.ascontiguousarray(read_bits(value))
-    return (dtype_of(value.dtype).name, list(value.shape), bits.tobytes())
+    return plain_tensor(read_bits(value), dtype_of(value.dtype), value.shape)
 
 
 def _decode_tensor(plain: Any) -> Any:
     try:
         name, shape, raw = plain
-        dtype = dtype_named(name)
-        if any(size < 0 for size in shape) or (name == "bool" and raw.strip(b"\0\1")):
-            raise ValueError("a negative size, or a bool that is neither")
-        bits = np.array(np.frombuffer(raw, dtype=dtype.bits) if raw else (), dtype=dtype.bits).reshape(tuple(shape))
-        return tensor_of_bits(bits, dtype)
+        return tensor_of_bits(*tensor_bits(name, shape, raw))
     except (TypeError, ValueError, RuntimeError) as error:
         raise CorruptError(f"an encoded tensor is not well formed: {error}") from error
 

@@ -15,6 +15,7 @@ from dcp_core.errors import ArgumentError, UnsupportedValueError
 from dcp_core.planning.foreign_layouts import holding, is_layout, refuse_partial
 from dcp_core.planning.leaves import LocalTensor, whole_shape, whole_tensor
 from dcp_core.planning.placed_shards import place_by_chunk, place_by_holding, place_nowhere
+from dcp_core.type_names import name_of_type
 from dcp_mindspore.annotate import chunk_of
 from dcp_mindspore.elements import memory_of
 
@@ -113,7 +114,7 @@ def _refuse_subclass(value: Any) -> None:
     if isinstance(value, mindspore.Parameter) and set(kind.__bases__) <= {mindspore.Parameter, mindspore.Tensor}:
         return
     raise UnsupportedValueError(
-        f"a tensor of the subclass {kind.__module__}.{kind.__qualname__} cannot be stored: what its elements are is "
+        f"a tensor of the subclass {name_of_type(kind)} cannot be stored: what its elements are is "
         "known to nobody here; put its plain tensors into the state, or register a describer for the type by the hook "
         "dcp_describers"
     )

@@ -9,17 +9,13 @@ process group that is destroyed and made again, in the same processes or new one
 
 from __future__ import annotations
 
-import contextlib
 import os
 import secrets
 import threading
 import weakref
-from collections.abc import Sequence
-from multiprocessing.util import Finalize
 from typing import Any
 
 import torch.distributed as dist
-import xxhash
 from torch.distributed import (  # type: ignore[attr-defined]  # torch lists no exports
     PrefixStore,
     Store,
@@ -28,38 +24,26 @@ from torch.distributed import (  # type: ignore[attr-defined]  # torch lists no 
 )
 
 from dcp_core.adapter import ProcessGroup
+from dcp_core.coordination.broadcast_group import shown
+from dcp_core.coordination.joined_groups import JoinedGroups, group_prefix
 from dcp_core.errors import ArgumentError, CoordinationError
 from dcp_torch.broadcasts import TorchBroadcasts
 from dcp_torch.remote_channel import innermost, leave_word
 from dcp_torch.store_channel import StoreChannel
 
-_PREFIX = "dcp"
 _NEEDED = ("set", "get", "add", "check", "compare_set", "delete_key")
 
 
-class _Job:
+class _Job(JoinedGroups[ProcessGroup]):
     """What this process made for one life of the default process group."""
 
     def __init__(self, default_group: Any) -> None:
-        self.process = os.getpid()
-        self._process_now = os.getpid  # at the end of the interpreter `os` may be gone before this object
-        self.groups: dict[tuple[int, ...], ProcessGroup] = {}
+        super().__init__()
         self._default = weakref.ref(default_group, lambda _: self.leave())
-        Finalize(self, self.leave, exitpriority=0)  # also in children of multiprocessing, which skip atexit
 
     def serves(self, default_group: Any) -> bool:
         """Whether this is still the same process in the same job."""
         return self._default() is default_group and self.process == os.getpid()
-
-    def leave(self) -> None:
-        """Let the others read what this process posted, then drop the store: it may live in this process."""
-        groups, self.groups = self.groups, {}
-        if self.process != self._process_now():
-            return
-        for group in groups.values():
-            if isinstance(group.channel, StoreChannel):
-                with contextlib.suppress(Exception):
-                    group.channel.drain()
 
 
 _lock = threading.RLock()
@@ -86,7 +70,7 @@ def process_group(group: Any = None, *, with_channel: bool = True) -> ProcessGro
     ranks = _ranks_of(torch_group)
     global_rank = dist.get_rank()
     if global_rank not in ranks:
-        raise ArgumentError(f"rank {global_rank} is no member of the process group of ranks {_shown(ranks)}")
+        raise ArgumentError(f"rank {global_rank} is no member of the process group of ranks {shown(ranks)}")
     if len(ranks) == 1:
         return ProcessGroup(global_rank=global_rank)
     if not with_channel:
@@ -121,10 +105,6 @@ def _ranks_of(group: Any) -> tuple[int, ...]:
         raise ArgumentError("the process group was destroyed; pass one that exists") from error
 
 
-def _shown(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
-
-
 def _current_job(default_group: Any) -> _Job:
     if _jobs and _jobs[0].serves(default_group):
         return _jobs[0]
@@ -135,8 +115,7 @@ def _current_job(default_group: Any) -> _Job:
 
 
 def _join(group: Any, ranks: tuple[int, ...], global_rank: int) -> ProcessGroup:
-    digest = xxhash.xxh3_64_hexdigest(",".join(map(str, ranks)).encode())
-    prefix = f"{_PREFIX}/{digest}"
+    prefix = group_prefix(ranks)
     rank, world_size = ranks.index(global_rank), len(ranks)
     store = _job_store()
     try:
@@ -146,7 +125,7 @@ def _join(group: Any, ranks: tuple[int, ...], global_rank: int) -> ProcessGroup:
         remote = leave_word(store, f"{prefix}/{key}/background", rank, world_size)
     except RuntimeError as error:
         raise CoordinationError(
-            f"rank {global_rank} cannot use the store of the job to talk to ranks {_shown(ranks)}: {error}"
+            f"rank {global_rank} cannot use the store of the job to talk to ranks {shown(ranks)}: {error}"
         ) from error
     channel = StoreChannel(store, f"{prefix}/{key}", rank=rank, world_size=world_size)
     groups = [distributed_c10d._get_default_group(), group]

@@ -8,30 +8,24 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 
-from dcp_core.dtype import dtype_named
 from dcp_core.errors import CorruptError
 from dcp_core.formats.objects import ObjectCodec
+from dcp_core.formats.tensor_values import plain_tensor, tensor_bits
 from dcp_torch.elements import dtype_of, read_bits, tensor_of_bits
 from dcp_torch.memory import plain_memory
 
 
 def _encode_tensor(value: Any) -> object:
-    memory = plain_memory(value)
-    bits = np.ascontiguousarray(read_bits(memory))
-    return (dtype_of(value.dtype).name, list(value.shape), bits.tobytes(), bool(value.requires_grad))
+    bits = read_bits(plain_memory(value))
+    return (*plain_tensor(bits, dtype_of(value.dtype), value.shape), bool(value.requires_grad))
 
 
 def _decode_tensor(plain: Any) -> torch.Tensor:
     try:
         name, shape, raw, requires_grad = plain
-        dtype = dtype_named(name)
-        if any(size < 0 for size in shape) or (name == "bool" and raw.strip(b"\0\1")):
-            raise ValueError("a negative size, or a bool that is neither")
-        bits = np.array(np.frombuffer(raw, dtype=dtype.bits) if raw else (), dtype=dtype.bits).reshape(tuple(shape))
-        return tensor_of_bits(bits, dtype).requires_grad_(bool(requires_grad))
+        return tensor_of_bits(*tensor_bits(name, shape, raw)).requires_grad_(bool(requires_grad))
     except (TypeError, ValueError, RuntimeError) as error:
         raise CorruptError(f"an encoded tensor is not well formed: {error}") from error
 

@@ -10,6 +10,7 @@ import sys
 import torch
 
 from dcp_core.errors import UnsupportedValueError
+from dcp_core.type_names import type_name
 
 PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 _device_types: dict[torch.device, str] = {}
@@ -49,10 +50,10 @@ def plain_memory(value: torch.Tensor) -> torch.Tensor:
             f"a {type(value).__name__} has no shape yet; run the lazy module once before saving or loading"
         )
     if type(value) not in PLAIN_TYPES:
-        name = f"{type(value).__module__}.{type(value).__qualname__}"
         raise UnsupportedValueError(
-            f"a tensor of the subclass {name} cannot be stored: what its elements are is known to nobody here; put its "
-            "plain tensors into the state, or register a describer for the type by the hook dcp_describers"
+            f"a tensor of the subclass {type_name(value)} cannot be stored: what its elements are is known to nobody "
+            "here; put its plain tensors into the state, or register a describer for the type by the hook "
+            "dcp_describers"
         )
     _check_memory(value)
     return value.detach()

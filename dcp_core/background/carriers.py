@@ -25,6 +25,7 @@ from dcp_core.background.writer_spec import WriterSpec
 from dcp_core.errors import CoordinationError, CoordinationTimeoutError, DcpError, RankFailedError
 from dcp_core.execution.interfaces import StorageWriter
 from dcp_core.storage.operations import present_umask
+from dcp_core.type_names import type_name
 
 LIGHT = "light"
 """The process that runs the core alone."""
@@ -240,7 +241,7 @@ def choose_carrier(
 def _on_a_thread(
     service: BackgroundService, writer: StorageWriter, channel: ChannelSpec | None, reason: str
 ) -> ThreadCarrier:
-    name = f"{type(writer).__module__}.{type(writer).__qualname__}"
+    name = type_name(writer)
     if name not in _warned_of:
         _warned_of.add(name)
         _logger.warning(

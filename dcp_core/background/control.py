@@ -18,8 +18,9 @@ from contextlib import suppress
 from typing import Any, NoReturn
 
 from dcp_core.errors import CoordinationError, UnsupportedValueError
-from dcp_core.formats.object_encoder import Encoder, type_name
+from dcp_core.formats.object_encoder import Encoder
 from dcp_core.formats.objects import decode_value
+from dcp_core.type_names import type_name
 
 _HEAD = struct.Struct("<QI")
 _CARRIER = b"\0"

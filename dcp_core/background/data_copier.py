@@ -14,6 +14,7 @@ from dcp_core.errors import ArgumentError, DcpError, RankFailedError, UntrustedO
 from dcp_core.formats.objects import decode_value, encode_value
 from dcp_core.plugins import staging_copier
 from dcp_core.recipes.job import ObjectEncoding
+from dcp_core.type_names import name_of_type, type_name
 
 _LOGGER = logging.getLogger("dcp.background")
 
@@ -127,7 +128,7 @@ class _Copies:
             raise
         except Exception as error:
             raise RankFailedError(
-                f"the copier of {_name(type(value))} for {self._path!r} raised {type(error).__name__}: {error}"
+                f"the copier of {type_name(value)} for {self._path!r} raised {type(error).__name__}: {error}"
             ) from error
         self._made[id(copied)] = copied
         return copied
@@ -156,9 +157,5 @@ def _warn_once(kind: type, path: str) -> None:
     _LOGGER.warning(
         "%r: no copier is registered for %s, so it is copied by pickling it while training waits; register one with "
         "@DataCopier.register(%s), or store plain values",
-        path, _name(kind), kind.__qualname__,
+        path, name_of_type(kind), kind.__qualname__,
     )  # fmt: skip
-
-
-def _name(kind: type) -> str:
-    return f"{kind.__module__}.{kind.__qualname__}"

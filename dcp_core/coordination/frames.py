@@ -12,6 +12,7 @@ from enum import IntEnum
 import xxhash
 
 from dcp_core.errors import CoordinationError
+from dcp_core.key_codec import varint
 
 STAGE_BYTES = 22
 FRAME_BYTES = 2 + STAGE_BYTES
@@ -85,8 +86,8 @@ def pack(*parts: bytes) -> bytes:
     >>> unpack(pack(b"a", b"", b"bc"))
     [b'a', b'', b'bc']
     """
-    lengths = b"".join(_encode_number(len(part)) for part in parts)
-    return b"".join((_encode_number(len(parts)), lengths, *parts))
+    lengths = b"".join(varint(len(part)) for part in parts)
+    return b"".join((varint(len(parts)), lengths, *parts))
 
 
 def unpack(payload: bytes) -> list[bytes]:
@@ -110,15 +111,6 @@ def unpack(payload: bytes) -> list[bytes]:
         parts.append(payload[position : position + length])
         position += length
     return parts
-
-
-def _encode_number(number: int) -> bytes:
-    digits = bytearray()
-    while number >= 128:
-        digits.append(number & 127 | 128)
-        number >>= 7
-    digits.append(number)
-    return bytes(digits)
 
 
 def _decode_number(payload: bytes, position: int) -> tuple[int, int]:

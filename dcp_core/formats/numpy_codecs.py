@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dcp_core.formats.object_codecs import ObjectCodec, register_codec
+from dcp_core.type_names import name_of_type
 
 _SIMPLE_DTYPE = re.compile(r"[<>|=][?bhilqBHILQefdgFDGiufcSUVmM][0-9]{0,9}(?:\[[0-9]{0,9}[a-zA-Z]{1,2}\])?|\|b1")
 _CHARACTERS = "?bhilqBHILQefdgFDGSUVMm"
@@ -149,14 +150,10 @@ def _register() -> None:
     dtypes: set[type] = {type(np.dtype(character)) for character in _CHARACTERS}
     scalars: set[type] = {np.dtype(character).type for character in _CHARACTERS} | {np.record}
     for kind in dtypes:
-        register_codec(ObjectCodec("numpy.dtype", _type_name(kind), _encode_dtype, _decode_dtype))
+        register_codec(ObjectCodec("numpy.dtype", name_of_type(kind), _encode_dtype, _decode_dtype))
     for kind in scalars:
-        register_codec(ObjectCodec("numpy.scalar", _type_name(kind), _encode_scalar, _decode_scalar))
-    register_codec(ObjectCodec("numpy.array", _type_name(np.ndarray), _encode_array, _decode_array))
-
-
-def _type_name(kind: type) -> str:
-    return f"{kind.__module__}.{kind.__qualname__}"
+        register_codec(ObjectCodec("numpy.scalar", name_of_type(kind), _encode_scalar, _decode_scalar))
+    register_codec(ObjectCodec("numpy.array", name_of_type(np.ndarray), _encode_array, _decode_array))
 
 
 _register()

@@ -13,6 +13,7 @@ from datetime import date, datetime, time, timedelta, timezone
 from typing import Any
 
 from dcp_core.errors import AdapterError, ArgumentError
+from dcp_core.type_names import name_of_type
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,7 @@ def register_codec(codec: ObjectCodec) -> None:
 
 def codec_for(kind: type) -> ObjectCodec | None:
     """The codec of exactly this type."""
-    return _BY_TYPE.get(f"{kind.__module__}.{kind.__qualname__}")
+    return _BY_TYPE.get(name_of_type(kind))
 
 
 def codec_named(name: str) -> ObjectCodec | None:
@@ -134,7 +135,7 @@ def _register_standard_types() -> None:
     for path_type in (pathlib.PurePosixPath, pathlib.PureWindowsPath, pathlib.PosixPath, pathlib.WindowsPath):
         codecs.append(("path", path_type, lambda value: (type(value).__name__, str(value)), _decode_path))
     for name, kind, encode, decode in codecs:
-        _add(ObjectCodec(name, f"{kind.__module__}.{kind.__qualname__}", encode, decode))
+        _add(ObjectCodec(name, name_of_type(kind), encode, decode))
     _add(ObjectCodec("zone", "zoneinfo.ZoneInfo", _encode_zone, _decode_zone))
 
 

@@ -9,6 +9,8 @@ from typing import Any, TypeAlias
 
 from dcp_core.errors import DcpError, UnsupportedValueError
 from dcp_core.formats.object_codecs import codec_for
+from dcp_core.key_codec import varint
+from dcp_core.type_names import type_name
 
 MAX_DEPTH = 64
 """Nodes that may lie in each other."""
@@ -49,14 +51,14 @@ class Encoder:
 
     def add_sequence(self, tag: bytes, values: Iterable[object], count: int, depth: int) -> None:
         """Append a list or tuple."""
-        self.parts.append(tag + _varint(count))
+        self.parts.append(tag + varint(count))
         for value in values:
             self.add(value, depth + 1)
 
     def add_sorted(self, tag: bytes, entries: Iterable[tuple[object, ...]], count: int, depth: int) -> None:
         """Append a container whose order does not count."""
         nodes = [tuple([self.encoded(value, depth + 1) for value in entry]) for entry in entries]
-        self.parts.append(tag + _varint(count))
+        self.parts.append(tag + varint(count))
         for entry_nodes in sorted(nodes):
             self.parts.extend(entry_nodes)
 
@@ -65,7 +67,7 @@ class Encoder:
         if self._ignores_order and tag == b"d":
             self.add_sorted(tag, value.items(), len(value), depth)
             return
-        self.parts.append(tag + _varint(len(value)))
+        self.parts.append(tag + varint(len(value)))
         for key, item in value.items():
             self.add(key, depth + 1)
             self.add(item, depth + 1)
@@ -113,23 +115,7 @@ _WRITERS: dict[type, Callable[[Encoder, Any, int], None]] = {
 
 def sized(tag: bytes, raw: bytes) -> bytes:
     """A tag, a size and as many bytes."""
-    return b"".join([tag, _varint(len(raw)), raw])
-
-
-def _varint(number: int) -> bytes:
-    if number < 0x80:
-        return number.to_bytes(1, "little")
-    out = bytearray()
-    while number > 0x7F:
-        out.append(number & 0x7F | 0x80)
-        number >>= 7
-    out.append(number)
-    return bytes(out)
-
-
-def type_name(value: object) -> str:
-    """How files and messages name a type."""
-    return f"{type(value).__module__}.{type(value).__qualname__}"
+    return b"".join([tag, varint(len(raw)), raw])
 
 
 def short_text(error: Exception) -> str:

@@ -34,9 +34,10 @@ from dcp_core.errors import CorruptError, DcpError, FormatError, UntrustedObject
 from dcp_core.formats import numpy_codecs  # noqa: F401  # registers numpy's types
 from dcp_core.formats.object_codecs import ObjectCodec, codec_for, codec_named, register_codec
 from dcp_core.formats.object_decoder import Decoder
-from dcp_core.formats.object_encoder import Encoder, short_text, sized, type_name
+from dcp_core.formats.object_encoder import Encoder, short_text, sized
 from dcp_core.formats.pickle_scan import ClassName, scan_pickle
 from dcp_core.formats.pickles import allow_pickled, allowed_classes, dump_pickle, load_pickle
+from dcp_core.type_names import type_name
 
 __all__ = [
     "ObjectCodec",

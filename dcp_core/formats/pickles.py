@@ -17,6 +17,7 @@ from typing import Any
 
 from dcp_core.errors import ArgumentError, CorruptError, DcpError, UnsupportedValueError, UntrustedObjectError
 from dcp_core.formats.pickle_scan import PROTOCOL, RESTORE, ClassName, scan_pickle
+from dcp_core.type_names import type_name
 
 _ALLOWED: dict[ClassName, object] = {}
 
@@ -133,7 +134,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _not_picklable(value: object, where: str, reason: str) -> UnsupportedValueError:
-    kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    kind = type_name(value)
     return UnsupportedValueError(
         f"{where}: a value of type {kind} cannot be stored: {reason}; take it out of the state or store plain values"
     )

@@ -19,6 +19,7 @@ from dcp_core.planning.local_table import COMPARED, OBJECT, PER_RANK, PICKLED, R
 from dcp_core.planning.value_samples import tensor_digest
 from dcp_core.state_path import PerRank, StatePath, decode_path, spell_plain_names
 from dcp_core.state_tree import FlatState, flatten
+from dcp_core.type_names import type_name
 
 Describe = Callable[[Any], LocalTensor | None]
 
@@ -172,7 +173,7 @@ def _named_later(error: Exception, value: Any) -> DcpError:
     """What went wrong with describing a value, as an error that is kept until its key is known."""
     if isinstance(error, DcpError):
         return error
-    kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    kind = type_name(value)
     return AdapterError(f"describing a value of type {kind} failed: {type(error).__name__}: {error}")
 
 

@@ -16,6 +16,7 @@ from dcp_core.formats.objects import decode_value, encode_value, needs_pickle, v
 from dcp_core.planning.leaves import LocalTensor
 from dcp_core.planning.planners import PlannerContext, ValueCodec
 from dcp_core.state_path import StatePath, plain_name
+from dcp_core.type_names import type_name
 
 logger = logging.getLogger("dcp.recipes")
 
@@ -72,7 +73,7 @@ class Descriptions:
 
 def _named_failure(path: StatePath, value: Any, method: str, error: Exception) -> DcpError:
     kind = type(error) if isinstance(error, DcpError) else RankFailedError
-    owner = f"{type(value).__module__}.{type(value).__qualname__}"
+    owner = type_name(value)
     text = str(error) if isinstance(error, DcpError) else f"{type(error).__name__}: {error}"
     return kind(f"{method}() of {plain_name(path)!r} ({owner}) raised {text}")
 

@@ -10,47 +10,29 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import logging
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from xxhash import xxh3_128_digest
-
 from dcp_core.coordination.frames import pack, unpack
-from dcp_core.errors import ArgumentError, CorruptError, DcpError, NotFoundError, PlanningError
+from dcp_core.errors import ArgumentError, DcpError, PlanningError
 from dcp_core.execution.interfaces import CheckpointId, ReadContext, StorageReader, Verify
-from dcp_core.formats.metadata_file import (
-    ColumnsSource,
-    MetadataColumns,
-    MetadataFile,
-    assemble,
-    encode_body,
-    open_bytes,
-)
-from dcp_core.formats.objects import decode_value, encode_value
 from dcp_core.log import stage
-from dcp_core.metadata import EVERY_RANK, Metadata, MetadataIndex
-from dcp_core.planning.items import ItemType, ReadItem
-from dcp_core.planning.load_plan import LoadPlan, PeerPlan, WantedObject
+from dcp_core.metadata import EVERY_RANK, Metadata
+from dcp_core.planning.load_plan import LoadPlan, PeerPlan
 from dcp_core.planning.planners import LoadPlanner
 from dcp_core.planning.standard_load import StandardLoadPlanner
 from dcp_core.recipes.agreement import Agreement, argument_digests, check_arguments
-from dcp_core.recipes.job import Descriptions, Job, ObjectEncoding, attempt, logger
+from dcp_core.recipes.job import Descriptions, Job, attempt, logger
+from dcp_core.recipes.loaded_objects import LoadedObjects, shared_request
+from dcp_core.recipes.metadata_handout import MetadataHandout
+from dcp_core.recipes.plan_items import decode_items, encode_items
 from dcp_core.recipes.shared_reads import SharedReads
 from dcp_core.state_path import StatePath, plain_name
 from dcp_core.state_tree import OpenedStateful, check_settable, expand_stateful, set_value
 from dcp_core.storage.urls import redacted
 
-HANDED_OUT_BYTES = 1 << 30
-"""Metadata travels to the ranks as bytes while its size times their number stays below this."""
-
-OBJECT_HANDED_OUT_BYTES = 1 << 20
-"""Objects up to this size are read once and handed out; larger ones every rank reads for itself."""
-
-_CODEC = ObjectEncoding()
 _UNDEFINED = "reading had begun: the targets are undefined now on all ranks; load again, or another checkpoint"
-_WHOLE, _ENCODED, _BY_RANGES, _FALL_BACK = b"W", b"E", b"R", b"F"
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +82,8 @@ class LoadRecipe:
         self._is_shared = False
         self._metadata: Metadata
         self._plan: LoadPlan
-        self._objects: dict[str, bytes] = {}
+        self._handout = MetadataHandout(reader, job.group.rank)
+        self._objects = LoadedObjects(reader)
         self._shared: SharedReads
 
     def run(self, state: Mapping[Any, Any], *, failed: BaseException | None = None) -> None:
@@ -156,51 +139,7 @@ class LoadRecipe:
         """On the coordinator: open the description and decide how the others get it."""
         agreements = [Agreement.from_bytes(payload) for payload in payloads]
         check_arguments(agreements, self._arguments)
-        flag = bytes([any(part.flag for part in agreements)])
-        rank = self.job.group.rank
-        try:
-            self._metadata = self.reader.load_metadata()
-        except NotFoundError as missing:
-            try:
-                self.reader.load_metadata(rank)
-            except NotFoundError:
-                raise missing from None
-            return flag + _FALL_BACK
-        limit, alone = HANDED_OUT_BYTES // len(payloads), len(payloads) == 1
-        encoded = self.reader.encode_metadata(self._metadata)
-        if encoded is not None and len(encoded) > limit:
-            return flag + _BY_RANGES + xxh3_128_digest(encoded)
-        if encoded is not None:
-            return flag + _ENCODED + (b"" if alone else zlib.compress(encoded, 1))
-        blob = _metadata_bytes(self._metadata, limit)
-        if isinstance(blob, int):
-            source = self._metadata.source
-            assert isinstance(source, MetadataFile)
-            return flag + _BY_RANGES + source.header_digest
-        return flag + _WHOLE + (b"" if alone else zlib.compress(blob, 1))
-
-    def _receive_metadata(self, answer: bytes) -> None:
-        """Take the description that the coordinator found."""
-        self._any_stateful, kind, body = bool(answer[0]), answer[1:2], answer[2:]
-        if kind == _FALL_BACK:
-            self._fall_back()
-        elif not self.job.is_coordinator:
-            if kind == _BY_RANGES:
-                self._metadata = self.reader.load_metadata(header_digest=body)
-            elif kind == _ENCODED:
-                self._metadata = self.reader.decode_metadata(zlib.decompress(body))
-            else:
-                self._metadata = Metadata(open_bytes(zlib.decompress(body)))
-
-    def _fall_back(self) -> None:
-        """Read what this rank saved alone."""
-        rank = self.job.group.rank
-        logger.info("there is no .metadata: every rank reads its own {rank}.metadata")
-        metadata = self.reader.load_metadata(rank)
-        written_by = metadata.source.save.rank
-        if written_by != rank:
-            raise CorruptError(f"{rank}.metadata was written by rank {written_by}; restore the files of rank {rank}")
-        self._metadata = metadata
+        return bytes([any(part.flag for part in agreements)]) + self._handout.find(len(payloads))
 
     def _plan_reads(self, metadata_answer: bytes) -> bytes:
         """Exchange 2: all plans are sound; shared objects, read once."""
@@ -209,7 +148,8 @@ class LoadRecipe:
             return self.exchange.run("load/plan", payload or b"", error=error, compute=self._plan_globally)
 
     def _plan_locally(self, metadata_answer: bytes) -> bytes:
-        self._receive_metadata(metadata_answer)
+        self._any_stateful = bool(metadata_answer[0])
+        self._metadata = self._handout.receive(metadata_answer[1:])
         context = dataclasses.replace(self.job.planner_context(self._descriptions), metadata=self._metadata)
         self.planner.configure_planner(self._opened, context)
         self.reader.configure_reader(
@@ -227,11 +167,11 @@ class LoadRecipe:
                 check_settable(self._state, want.path)
         objects, alone = self._plan.objects, self._is_alone()
         shared = [want for want in objects if want.stored.rank == EVERY_RANK and not alone]
-        self._read_objects([want for want in objects if want.stored.rank != EVERY_RANK or alone])
-        items = encode_value(_flatten_items(self._plan.items)) if self._plans_globally() else b""
+        self._objects.read([want for want in objects if want.stored.rank != EVERY_RANK or alone])
+        items = encode_items(self._plan.items) if self._plans_globally() else b""
         shares = not alone and self.options.broadcast_replicated_tensors is not False
         offer = self._shared.offer(self._plan, self.planner, self.reader) if shares else b""
-        return pack(zlib.compress(encode_value([want.stored.name for want in shared]), 1), items, offer)
+        return pack(shared_request(shared), items, offer)
 
     def _name_what_stays_behind(self) -> None:
         """Log keys of a Stateful that only the checkpoint has: a target that is not as warm as the saved state was.
@@ -262,17 +202,10 @@ class LoadRecipe:
             or reader.optimize_global_plan is not StorageReader.optimize_global_plan
         )
 
-    def _read_objects(self, wanted: Sequence[WantedObject]) -> None:
-        """Read objects and see that they can be decoded, before any target is touched."""
-        for want in wanted:
-            blob = self.reader.read_object(want.stored)
-            _CODEC.decode(blob, want.name)
-            self._objects[want.stored.name] = blob
-
     def _plan_globally(self, payloads: Sequence[bytes]) -> Sequence[bytes] | bytes:
         """On the coordinator: read the shared objects once, look at all plans if somebody wants to."""
         parts = [unpack(payload) for payload in payloads]
-        shared = self._read_shared({names for names, _, _ in parts})
+        shared = self._objects.read_shared({request for request, _, _ in parts}, self._metadata)
         if not self._plans_globally():
             offers = [offer for _, _, offer in parts]
             if not all(offers):
@@ -282,28 +215,12 @@ class LoadRecipe:
             if not token:  # nobody shares: one answer for all
                 return pack(shared, b"", b"", b"")
             return [pack(shared, b"", source, token) for source in sources]
-        plans: list[LoadPlan] = [PeerPlan(_decode_items(items)) for _, items, _ in parts]
+        plans: list[LoadPlan] = [PeerPlan(decode_items(items)) for _, items, _ in parts]
         with stage("build_global_plan"):
             final = self.reader.optimize_global_plan(self.planner.build_global_plan(plans))
         if len(final) != len(parts):
             raise PlanningError(f"build_global_plan returned {len(final)} plans for {len(parts)} ranks")
-        return [pack(shared, encode_value(_flatten_items(plan.items)), b"", b"") for plan in final]
-
-    def _read_shared(self, wanted: set[bytes]) -> bytes:
-        """Read the objects that any rank wants and that are the same for all."""
-        names: set[str] = set()
-        for blob in wanted:
-            found = decode_value(zlib.decompress(blob), name="wanted objects")
-            assert isinstance(found, list)
-            names.update(found)
-        read: dict[str, bytes] = {}
-        for name in sorted(names):
-            stored = next(entry for entry in self._metadata.source.objects(name) if entry.rank == EVERY_RANK)
-            value = self.reader.read_object(stored)
-            _CODEC.decode(value, name)
-            if len(value) <= OBJECT_HANDED_OUT_BYTES:
-                read[name] = value
-        return zlib.compress(encode_value(read), 1)
+        return [pack(shared, encode_items(plan.items), b"", b"") for plan in final]
 
     def _read_all(self, answer: bytes) -> None:
         """Read regions and place objects; exchange 3: errors."""
@@ -320,13 +237,13 @@ class LoadRecipe:
     def _fill_targets(self, answer: bytes) -> None:
         shared, own, sources, token = unpack(answer)
         self._is_shared = bool(token)
-        self._objects.update(_decode_objects(shared))
+        self._objects.take(shared)
         if own:
-            self._plan = self._plan.with_items(_decode_items(own))
+            self._plan = self._plan.with_items(decode_items(own))
         if sources:
             self._plan = self._shared.shared_plan(self._plan, sources)
         with self._shared.taking_part(self._plan, self.planner, token.decode()) as open_groups:
-            self._read_objects([want for want in self._plan.objects if want.stored.name not in self._objects])
+            self._objects.read([want for want in self._plan.objects if want.stored.name not in self._objects])
             plan = self.planner.finalize_plan(self._plan)
             with stage("execute_read"):
                 self.reader.execute_read(plan, self.planner, open_groups(), self.options.broadcast_batch_bytes)
@@ -356,46 +273,3 @@ def _value_at(state: Any, path: StatePath) -> Any:
     for key in path:
         state = state[key.value]
     return state
-
-
-def _metadata_bytes(metadata: Metadata, limit: int) -> bytes | int:
-    """The description as bytes, or its size where that is above the limit."""
-    source = metadata.source
-    if isinstance(source, MetadataFile):
-        return source.nbytes if source.nbytes > limit else source.raw()
-    columns: MetadataColumns
-    if isinstance(source, ColumnsSource):
-        columns = source.columns
-    else:
-        columns = source.columns()  # type: ignore[attr-defined]  # a source of somebody else, made like a file
-    return assemble(encode_body(columns), source.files, source.save, source.writer)
-
-
-def _flatten_items(items: Sequence[ReadItem]) -> tuple[tuple[Any, ...], ...]:
-    return tuple(
-        (
-            item.type.value, item.dest_index.fqn, item.dest_index.offset, item.dest_index.index, item.dest_offsets,
-            item.storage_index.fqn, item.storage_index.offset, item.storage_index.index, item.storage_offsets,
-            item.lengths, item.source,
-        )
-        for item in items
-    )  # fmt: skip
-
-
-def _decode_items(blob: bytes) -> list[ReadItem]:
-    found = decode_value(blob, name="a load plan")
-    assert isinstance(found, tuple)
-    return [
-        ReadItem(
-            ItemType(kind), MetadataIndex(dest, dest_offset, dest_index), dest_offsets,
-            MetadataIndex(storage, storage_offset, storage_index), storage_offsets, lengths, source,
-        )
-        for (kind, dest, dest_offset, dest_index, dest_offsets, storage, storage_offset, storage_index, storage_offsets,
-             lengths, source) in found
-    ]  # fmt: skip
-
-
-def _decode_objects(blob: bytes) -> dict[str, bytes]:
-    found = decode_value(zlib.decompress(blob), name="objects from the coordinator")
-    assert isinstance(found, dict)
-    return found

@@ -20,7 +20,7 @@ from dcp_core.errors import CoordinationError, CorruptError, DcpError, Incomplet
 from dcp_core.execution.filesystem import FileSystemReader
 from dcp_core.execution.interfaces import PlannedRead, ReadTarget
 from dcp_core.metadata import StoredObject
-from dcp_core.recipes.load import OBJECT_HANDED_OUT_BYTES
+from dcp_core.recipes.loaded_objects import OBJECT_HANDED_OUT_BYTES
 from dcp_core.storage.local import LocalStorage
 from dcp_core.testing.ranks import RankProcessError
 from dcp_torch import wires

@@ -312,9 +312,9 @@ def test_an_error_is_the_same_on_all_ranks_and_nothing_is_touched(tmp_path: Path
 
 
 def _load_by_digest(rank: TorchRank, directory: str, is_other: bool) -> str:
-    from dcp_core.recipes import load as recipe
+    from dcp_core.recipes import metadata_handout
 
-    recipe.HANDED_OUT_BYTES = 0
+    metadata_handout.HANDED_OUT_BYTES = 0
     weights = random_weights()
     state = {"up.1": torch.zeros_like(weights["up.1"])}
     own = f"{directory}/{rank.rank if is_other else 0}"

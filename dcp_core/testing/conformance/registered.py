@@ -15,6 +15,7 @@ from dcp_core import plugins
 from dcp_core.adapter import Describer
 from dcp_core.hookspecs import ENTRY_POINT_GROUP, AdapterEntry, DescriberEntry, hookimpl
 from dcp_core.plugin_discovery import PluginRecord
+from dcp_core.type_names import name_of_type
 
 _Entry = AdapterEntry | DescriberEntry
 
@@ -78,7 +79,7 @@ def _problem(record: PluginRecord, entry: _Entry, value: Any) -> str:
             f"{subject} for the framework {entry.framework!r}, and no module of that name has been imported: it must "
             "be the top-level module of what the values are made of"
         )
-    names = [f"{base.__module__}.{base.__qualname__}" for base in of.__mro__]
+    names = [name_of_type(base) for base in of.__mro__]
     if isinstance(entry, DescriberEntry) and entry.type_name not in names:
         return (
             f"{subject} for the type {entry.type_name!r}, and values are of the type {names[0]!r}, so no save or load "
@@ -113,9 +114,7 @@ def make_known(describer: Describer, value: Any) -> None:
         return
     _known.append(describer)
     of = type(value)
-    entry = DescriberEntry(
-        f"{of.__module__}.{of.__qualname__}", of.__module__.partition(".")[0], f"{__name__}:known_describer"
-    )
+    entry = DescriberEntry(name_of_type(of), of.__module__.partition(".")[0], f"{__name__}:known_describer")
     plugins.register(types.SimpleNamespace(dcp_describers=hookimpl(lambda: [entry])), "conformance")
 
 
