@@ -131,3 +131,14 @@ class DirectorylessWriter(StorageWriter):
 
     def finalize_checkpoint(self, metadata: MetadataDraft, results: Sequence[WriteResult]) -> Metadata:
         raise AssertionError("nothing is to be committed")
+
+
+class CommitGatedWriter(GatedWriter):
+    """Waits at the gate before it commits."""
+
+    def execute_write(self, plan: PlannedWrite, planner: WriteSource) -> WriteResult:
+        return super(GatedWriter, self).execute_write(plan, planner)
+
+    def finalize_checkpoint(self, metadata: MetadataDraft, results: Sequence[WriteResult]) -> Metadata:
+        Gate(str(self._directory._path)).pass_through(self._rank)
+        return super().finalize_checkpoint(metadata, results)
