@@ -6,6 +6,7 @@ writers wait there, having said who they are.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -142,3 +143,27 @@ class CommitGatedWriter(GatedWriter):
     def finalize_checkpoint(self, metadata: MetadataDraft, results: Sequence[WriteResult]) -> Metadata:
         Gate(str(self._directory._path)).pass_through(self._rank)
         return super().finalize_checkpoint(metadata, results)
+
+
+class CountingWriter(FileSystemWriter):
+    """Notes beside the checkpoint how many objects its process has when it begins to write, or fails instead."""
+
+    def __init__(self, path: CheckpointId | None = None, *, fails: bool = False, **options: Any) -> None:
+        super().__init__(path, **options)
+        self._fails = fails
+
+    def rebuild_arguments(self) -> Mapping[str, Any] | None:
+        return {**(self.path_arguments() or {}), "fails": self._fails}
+
+    def configure_writer(self, context: WriteContext) -> None:
+        super().configure_writer(context)
+        if self._fails:
+            raise StorageError(DISK_FULL)
+        with Path(f"{self._directory._path}.objects-{context.rank}").open("a") as file:
+            file.write(f"{objects_here()}\n")
+
+
+def objects_here() -> int:
+    """How many objects this process has that may hold others; what nobody needs is collected before."""
+    gc.collect()
+    return len(gc.get_objects())
