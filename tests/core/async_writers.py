@@ -134,6 +134,36 @@ class DirectorylessWriter(StorageWriter):
         raise AssertionError("nothing is to be committed")
 
 
+class ThreadWriter(GatedWriter):
+    """One that no other process can make, so that a thread of the trainer uses it."""
+
+    def rebuild_arguments(self) -> None:
+        return None
+
+
+class LateWriter(FileSystemWriter):
+    """On one rank its background process waits at the gate before it knows where to write.
+
+    Args:
+        path: The checkpoint's directory.
+        rank: Of this process's trainer.
+        late: The rank that waits.
+        trainer: The process that made the writer first.
+    """
+
+    def __init__(self, path: CheckpointId | None = None, *, rank: int, late: int, trainer: int = 0, **options: Any):
+        super().__init__(path, **options)
+        self._fate = {"rank": rank, "late": late, "trainer": trainer or os.getpid()}
+
+    def rebuild_arguments(self) -> Mapping[str, Any] | None:
+        return {**(self.path_arguments() or {}), **self._fate}
+
+    def initialize_writer(self, checkpoint_id: CheckpointId | None = None) -> None:
+        super().initialize_writer(checkpoint_id)
+        if os.getpid() != self._fate["trainer"] and self._fate["rank"] == self._fate["late"]:
+            Gate(str(self._directory._path)).pass_through(self._fate["rank"])
+
+
 class CommitGatedWriter(GatedWriter):
     """Waits at the gate before it commits."""
 

@@ -23,17 +23,10 @@ from tests.core.async_jobs import (
     outcome_of_response,
     tag_in,
 )
-from tests.core.async_writers import CommitGatedWriter, Gate, GatedWriter
+from tests.core.async_writers import CommitGatedWriter, Gate, GatedWriter, LateWriter, ThreadWriter
 from tests.core.fault_jobs import SOON_SECONDS, Outcome, Seat, checkpoint_names, names_in, state_of
 
 pytestmark = pytest.mark.timeout(120)
-
-
-class ThreadWriter(GatedWriter):
-    """One that no other process can make."""
-
-    def rebuild_arguments(self) -> None:
-        return None
 
 
 @pytest.fixture
@@ -101,6 +94,27 @@ def test_a_save_that_one_rank_cancels_is_committed_nowhere_and_the_next_works(
         assert outcome.seconds < SOON_SECONDS
 
 
+def _cancel_before_it_begins(context: RankContext, directory: Path) -> Outcome:
+    seat = Seat.of(context)
+    gate = Gate(directory).close()
+    seat.share()
+    writer = LateWriter(rank=seat.rank, late=1)
+    response = async_save(seat, state_of(seat.rank, seat.world, 1), directory, storage_writer=writer)
+    if seat.rank == 1:
+        gate.await_writing(1)
+        assert response.cancel() is True
+        gate.open()
+    outcome = outcome_of_response(response)
+    seat.share()
+    assert names_in(directory) == []
+    return outcome
+
+
+def test_a_save_that_is_cancelled_before_its_background_process_turns_to_it_is_not_committed(directory: Path) -> None:
+    for outcome in run_ranks(_cancel_before_it_begins, 2, directory):
+        assert outcome.kind == "SaveCancelledError", outcome
+
+
 def _cancel_during_the_commit(context: RankContext, directory: Path, mode_name: str) -> None:
     seat, mode = Seat.of(context), MODES[mode_name]
     gate = Gate(directory).close()
@@ -122,9 +136,7 @@ def test_a_save_that_is_being_committed_cannot_be_cancelled_any_more(directory: 
 
 
 @pytest.mark.parametrize("kind", [FileSystemWriter, ThreadWriter])
-def test_a_save_whose_callback_runs_cannot_be_cancelled_any_more(
-    directory: Path, kind: type[FileSystemWriter]
-) -> None:
+def test_a_save_whose_callback_runs_cannot_be_cancelled_any_more(directory: Path, kind: type[FileSystemWriter]) -> None:
     runs, may_end = threading.Event(), threading.Event()
 
     def callback() -> None:

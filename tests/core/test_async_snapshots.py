@@ -28,7 +28,7 @@ from tests.core.async_jobs import (
     tag_in,
     was_hit,
 )
-from tests.core.async_writers import Gate, GatedWriter
+from tests.core.async_writers import Gate, GatedWriter, ThreadWriter
 from tests.core.fault_jobs import Seat, checkpoint_names, names_in, same, state_of
 
 pytestmark = pytest.mark.timeout(120)
@@ -108,14 +108,17 @@ def test_a_training_loop_that_never_waits_leaves_every_moment_in_its_own_checkpo
     run_ranks(_train_in_place, 2, directory, mode)
 
 
-def test_threads_that_save_at_the_same_time_each_leave_their_own_moment(directory: Path) -> None:
+@pytest.mark.parametrize("kind", [GatedWriter, ThreadWriter])
+def test_threads_that_save_at_the_same_time_each_leave_their_own_moment(
+    directory: Path, kind: type[GatedWriter]
+) -> None:
     """Both wait for a third save, and then one for the other."""
     places = {tag: directory / f"{tag}" for tag in (1, 2, 3)}
     gates = {tag: Gate(place).close() for tag, place in places.items()}
 
     def save(tag: int) -> api.AsyncSaveResponse:
         state = {"a": np.full(1000, tag)}
-        return api.async_save(state, checkpoint_id=places[tag], storage_writer=GatedWriter(), durable=False)
+        return api.async_save(state, checkpoint_id=places[tag], storage_writer=kind(), durable=False)
 
     responses = [save(1)]
     gates[1].await_writing(0)

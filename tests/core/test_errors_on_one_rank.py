@@ -432,7 +432,10 @@ def _come_late(context: RankContext, root: Path) -> tuple[Outcome, bool]:
 def test_a_rank_that_never_calls_is_named_and_one_that_comes_late_is_in_step_again(directory: Path) -> None:
     found = run_ranks(_come_late, WORLD * len(_ABSENTEES), directory)
     for job, (absentee, verb) in enumerate(_ABSENTEES):
-        for rank, (outcome, untouched) in enumerate(found[job * WORLD : (job + 1) * WORLD]):
+        ranks = found[job * WORLD : (job + 1) * WORLD]
+        waited = max(outcome.seconds for rank, (outcome, _) in enumerate(ranks) if rank != absentee)
+        assert waited >= _PATIENCE_SECONDS, (absentee, verb, ranks)  # not a moment less
+        for rank, (outcome, untouched) in enumerate(ranks):
             assert outcome.kind == "CoordinationTimeoutError", (absentee, verb, rank, outcome)
             assert f"rank {absentee}" in outcome.message or rank == absentee, (absentee, verb, rank, outcome)
             assert untouched, (absentee, verb, rank)
