@@ -28,7 +28,7 @@ from tests.core.async_jobs import (
     outcome_of_response,
     tag_in,
 )
-from tests.core.async_writers import EXIT_CODE, LAST_WORDS, Gate, GatedWriter
+from tests.core.async_writers import EXIT_CODE, LAST_WORDS, CommitGatedWriter, Gate, GatedWriter
 from tests.core.fault_jobs import SOON_SECONDS, Outcome, Seat, checkpoint_names, names_in, state_of
 
 pytestmark = pytest.mark.timeout(120)
@@ -141,6 +141,37 @@ def test_the_death_of_a_background_process_is_an_error_that_names_it_and_the_nex
             assert outcome.kind == "RankFailedError", outcome
             assert f"rank {victim}" in outcome.message and str(pid) in outcome.message, outcome
     assert max(outcome.seconds for outcome, _, _ in found) < SOON_SECONDS, found
+
+
+def _lose_a_child_that_is_done(context: RankContext, directory: Path, mode_name: str) -> Outcome:
+    """The last rank's process dies while the coordinator commits: it has handed in all that it had to."""
+    seat, mode = Seat.of(context), MODES[mode_name]
+    gate = Gate(directory).close()
+    seat.share()
+    response = async_save(seat, state_of(seat.rank, WORLD, 1), directory, storage_writer=CommitGatedWriter(),
+                          **mode.save)  # fmt: skip
+    gate.await_writing(0)
+    if seat.rank == WORLD - 1:
+        [pid] = children_of(os.getpid())
+        os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: not is_running(pid), "the end of the process")
+    seat.share()
+    gate.open()
+    outcome = outcome_of_response(response)
+    seat.share()
+    assert tag_in(seat, directory, mode) == 1
+    seat.share()
+    assert async_outcome(seat, state_of(seat.rank, WORLD, 2), directory, **mode.save).kind == ""
+    assert tag_in(seat, directory, mode) == 2
+    seat.share()
+    assert names_in(directory) == checkpoint_names(directory)
+    return outcome
+
+
+@pytest.mark.parametrize("mode", ["mailbox", "no channel"])
+def test_a_background_process_that_dies_while_another_commits_fails_no_save(directory: Path, mode: str) -> None:
+    for outcome in run_ranks(_lose_a_child_that_is_done, WORLD, directory, mode):
+        assert outcome.kind == "", outcome
 
 
 def _lose_an_idle_child(context: RankContext, directory: Path) -> None:

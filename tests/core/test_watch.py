@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Any
 
 import pytest
@@ -38,7 +38,7 @@ class Clock:
         self.now = 0.0
         self.answers = True
         self._asked: list[Future[Any]] = []
-        self._request, self._wait = process.request, steps.wait
+        self._request = process.request
         process.request = self.request  # type: ignore[method-assign]
 
     def request(self, message: Any, descriptors: Sequence[int] = ()) -> Future[Any]:
@@ -53,7 +53,7 @@ class Clock:
     def wait(self, futures: Sequence[Future[Any]], seconds: float) -> Any:
         if self.answers and self._asked:
             self._asked.pop().exception(_ANSWER_SECONDS)
-        done = self._wait(futures, 0.0)
+        done = wait(futures, 0.0)
         if not done.done:
             self.now += seconds
         return done
