@@ -165,13 +165,18 @@ class LateWriter(FileSystemWriter):
 
 
 class CommitGatedWriter(GatedWriter):
-    """Waits at the gate before it commits."""
+    """Waits at the gate before it commits; with the order "after" when it has committed, before it says so."""
 
     def execute_write(self, plan: PlannedWrite, planner: WriteSource) -> WriteResult:
         return super(GatedWriter, self).execute_write(plan, planner)
 
     def finalize_checkpoint(self, metadata: MetadataDraft, results: Sequence[WriteResult]) -> Metadata:
-        Gate(str(self._directory._path)).pass_through(self._rank)
+        gate = Gate(str(self._directory._path))
+        if (gate.directory / "after").exists():
+            committed = super().finalize_checkpoint(metadata, results)
+            gate.pass_through(self._rank)
+            return committed
+        gate.pass_through(self._rank)
         return super().finalize_checkpoint(metadata, results)
 
 
