@@ -294,6 +294,49 @@ def test_damage_is_seen_wherever_readers_cut_a_buffer(tmp_path: Path) -> None:
     assert run_ranks(load_damaged, 3, str(tmp_path / "c"), timeout_seconds=80) == [[]] * 3
 
 
+COLUMNS = 500
+
+
+def flip_beside(directory: str, block: int) -> None:
+    """Flip a bit of a block that lies in no column that is loaded."""
+    row_nbytes = 4 * ODD_SHAPE[1]
+    [path] = Path(directory).glob("_rank0_*safetensors")
+    with path.open("r+b") as file:
+        row = (block << 20) // row_nbytes + 1
+        place = 8 + int.from_bytes(file.read(8), "little") + row * row_nbytes + 4 * COLUMNS + 1
+        file.seek(place)
+        value = file.read(1)[0] ^ 4
+        file.seek(place)
+        file.write(bytes([value]))
+
+
+def load_columns(context: RankContext, directory: str) -> list[tuple[int, bool | str]]:
+    """In which blocks damage beside what is loaded is not seen, shared or not, where all that is touched is checked."""
+    unseen = []
+    target = ShardedArray.cut(np.zeros(ODD_SHAPE, np.float32), [Box((0, 0), (ODD_SHAPE[0], COLUMNS))])
+    for block in range(0, BLOCKS, 5):
+        with together(context):
+            if context.rank == 0:
+                flip_beside(directory, block)
+        for mode in (True, False):
+            try:
+                load({"w": target}, directory, verify="full", broadcast_replicated_tensors=mode)
+            except CorruptError:
+                continue
+            unseen.append((block, mode))
+        with together(context):
+            if context.rank == 0:
+                flip_beside(directory, block)
+    load({"w": target}, directory, verify="full")
+    return unseen
+
+
+def test_all_that_is_touched_is_checked_where_readers_share_it_too(tmp_path: Path) -> None:
+    table = np.arange(3000 * 1001, dtype=np.float32).reshape(ODD_SHAPE)
+    api.save({"w": table}, checkpoint_id=tmp_path / "c", durable=False)
+    assert run_ranks(load_columns, 3, str(tmp_path / "c"), timeout_seconds=80) == [[]] * 3
+
+
 # -- faults -----------------------------------------------------------------------------------------------------------
 
 

@@ -7,17 +7,26 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, wait
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from dcp_core.background import steps
+from dcp_core import api
+from dcp_core.background import carriers, steps
 from dcp_core.background.process import BackgroundProcess
-from dcp_core.background.steps import Watch
-from dcp_core.errors import CoordinationTimeoutError
-from tests.background_processes import check_none_left, is_running, mark, wait_until
+from dcp_core.background.service import service
+from dcp_core.background.steps import Watch, within
+from dcp_core.errors import CoordinationError, CoordinationTimeoutError, SaveCancelledError
+from dcp_core.execution.write_stream import CALL_BYTES
+from tests.background_processes import check_none_left, end_own, is_running, mark, wait_until
+from tests.core.async_jobs import RESULT_SECONDS, checkpoint_directory
+from tests.core.async_writers import Gate, GatedWriter
 from tests.core.background_handler import PLODDING, REPOSITORY
 
 pytestmark = pytest.mark.timeout(120)
@@ -108,3 +117,62 @@ def test_a_process_that_does_not_answer_is_ended_after_as_long(process: Backgrou
         _watch(process, 30, hangs=False)
     assert _LIMIT_SECONDS <= clock.now <= 1.5 * _LIMIT_SECONDS
     wait_until(lambda: not is_running(process.pid), "the end of the process")
+
+
+# -- saves ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def directory() -> Iterator[Path]:
+    with checkpoint_directory() as path:
+        yield path
+        end_own()
+
+
+def _steps() -> int:
+    count: int = service().process("light").request({"do": "progress"}).result(_ANSWER_SECONDS)["count"]
+    return count
+
+
+def test_every_piece_of_a_large_array_that_is_written_is_a_step(directory: Path) -> None:
+    counts, pieces = [], 20
+    for nbytes in (8, pieces * CALL_BYTES):
+        place = directory / f"{nbytes}"
+        gate = Gate(place).close("after")
+        state = {"a": np.zeros(nbytes, np.uint8)}
+        response = api.async_save(state, checkpoint_id=place, storage_writer=GatedWriter(), durable=False)
+        gate.await_writing(0)
+        counts.append(_steps())
+        gate.open()
+        response.get_result(RESULT_SECONDS)
+    assert counts[1] - counts[0] >= pieces
+
+
+def test_to_cancel_takes_bounded_time_where_the_background_process_is_stopped(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(carriers, "_CANCEL_SECONDS", 0.5)
+    gate = Gate(directory).close()
+    state = {"a": np.zeros(8)}
+    response = api.async_save(state, checkpoint_id=directory, storage_writer=GatedWriter(), durable=False)
+    [told] = gate.await_writing(0)
+    os.kill(told["pid"], signal.SIGSTOP)
+    try:
+        with pytest.raises(CoordinationTimeoutError, match="was asked to cancel save .* no answer within 0.5 s"):
+            response.cancel()
+    finally:
+        os.kill(told["pid"], signal.SIGCONT)
+        gate.open()
+    with suppress(SaveCancelledError):  # the process has heard of it now
+        response.get_result(RESULT_SECONDS)
+
+
+def test_who_looks_at_a_storage_that_hangs_looks_for_bounded_time() -> None:
+    release = threading.Event()
+
+    def hang() -> None:
+        release.wait(_ANSWER_SECONDS)
+
+    with pytest.raises(CoordinationError, match="too late"):
+        within(hang, 0.2, lambda: CoordinationError("too late"))
+    release.set()
