@@ -13,7 +13,7 @@ from typing import Any, Literal
 from dcp_core.background.arena import Arena
 from dcp_core.background.process import BackgroundProcess
 from dcp_core.background.response import SaveFuture
-from dcp_core.errors import CoordinationError, DcpError
+from dcp_core.errors import CoordinationError
 
 OnPending = Literal["wait", "raise"]
 
@@ -62,14 +62,15 @@ class BackgroundService:
         self._calls[group] += 1
         return self._calls[group] - 1
 
-    def take_turn(self, on_pending: OnPending) -> DcpError | None:
+    def take_turn(self, on_pending: OnPending) -> BaseException | None:
         """Wait until no save is in flight.
 
         Args:
             on_pending: "raise": don't wait.
 
         Returns:
-            Why the next save must not begin: one is in flight, or the one before failed and nobody has seen it.
+            Why the next save must not begin: one is in flight, or the one before failed and nobody has seen it; or the
+            wait was interrupted. The other ranks hear of that, too: they wait for this one.
         """
         latest = self.latest
         if latest is None:
@@ -85,7 +86,10 @@ class BackgroundService:
                     f"save {latest.future.save_id} is in flight still, and on_pending is 'raise'; save less often, or "
                     "pass on_pending='wait'"
                 )
-            concurrent.futures.wait([latest.future])
+            try:
+                concurrent.futures.wait([latest.future])
+            except BaseException as interrupt:
+                return interrupt
         return latest.future.unseen_failure()
 
     def process(self, kind: str) -> BackgroundProcess:
@@ -133,8 +137,8 @@ def service() -> BackgroundService:
     return _current[0]
 
 
-def take_turn() -> DcpError | None:
-    """Wait, for a synchronous save, until no asynchronous one is in flight; gives the failure that nobody has seen."""
+def take_turn() -> BaseException | None:
+    """Wait, for a synchronous save, until no asynchronous one is in flight; `BackgroundService.take_turn`."""
     if not _current or _current[0].pid != os.getpid():
         return None
     return _current[0].take_turn("wait")

@@ -6,6 +6,7 @@ writers wait there, having said who they are.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -131,3 +132,73 @@ class DirectorylessWriter(StorageWriter):
 
     def finalize_checkpoint(self, metadata: MetadataDraft, results: Sequence[WriteResult]) -> Metadata:
         raise AssertionError("nothing is to be committed")
+
+
+class ThreadWriter(GatedWriter):
+    """One that no other process can make, so that a thread of the trainer uses it."""
+
+    def rebuild_arguments(self) -> None:
+        return None
+
+
+class LateWriter(FileSystemWriter):
+    """On one rank its background process waits at the gate before it knows where to write.
+
+    Args:
+        path: The checkpoint's directory.
+        rank: Of this process's trainer.
+        late: The rank that waits.
+        trainer: The process that made the writer first.
+    """
+
+    def __init__(self, path: CheckpointId | None = None, *, rank: int, late: int, trainer: int = 0, **options: Any):
+        super().__init__(path, **options)
+        self._fate = {"rank": rank, "late": late, "trainer": trainer or os.getpid()}
+
+    def rebuild_arguments(self) -> Mapping[str, Any] | None:
+        return {**(self.path_arguments() or {}), **self._fate}
+
+    def initialize_writer(self, checkpoint_id: CheckpointId | None = None) -> None:
+        super().initialize_writer(checkpoint_id)
+        if os.getpid() != self._fate["trainer"] and self._fate["rank"] == self._fate["late"]:
+            Gate(str(self._directory._path)).pass_through(self._fate["rank"])
+
+
+class CommitGatedWriter(GatedWriter):
+    """Waits at the gate before it commits; with the order "after" when it has committed, before it says so."""
+
+    def execute_write(self, plan: PlannedWrite, planner: WriteSource) -> WriteResult:
+        return super(GatedWriter, self).execute_write(plan, planner)
+
+    def finalize_checkpoint(self, metadata: MetadataDraft, results: Sequence[WriteResult]) -> Metadata:
+        gate = Gate(str(self._directory._path))
+        if (gate.directory / "after").exists():
+            committed = super().finalize_checkpoint(metadata, results)
+            gate.pass_through(self._rank)
+            return committed
+        gate.pass_through(self._rank)
+        return super().finalize_checkpoint(metadata, results)
+
+
+class CountingWriter(FileSystemWriter):
+    """Notes beside the checkpoint how many objects its process has when it begins to write, or fails instead."""
+
+    def __init__(self, path: CheckpointId | None = None, *, fails: bool = False, **options: Any) -> None:
+        super().__init__(path, **options)
+        self._fails = fails
+
+    def rebuild_arguments(self) -> Mapping[str, Any] | None:
+        return {**(self.path_arguments() or {}), "fails": self._fails}
+
+    def configure_writer(self, context: WriteContext) -> None:
+        super().configure_writer(context)
+        if self._fails:
+            raise StorageError(DISK_FULL)
+        with Path(f"{self._directory._path}.objects-{context.rank}").open("a") as file:
+            file.write(f"{objects_here()}\n")
+
+
+def objects_here() -> int:
+    """How many objects this process has that may hold others; what nobody needs is collected before."""
+    gc.collect()
+    return len(gc.get_objects())

@@ -19,6 +19,7 @@ from dcp_core.background.arena import Place, SegmentViews
 from dcp_core.errors import CoverageError
 
 TOY = f"{__name__}:Toy"
+PLODDING = f"{__name__}:Plodding"
 READY_LATER = f"{__name__}:ReadyLater"
 REPOSITORY = str(Path(__file__).parents[2])
 LIMIT_SECONDS = 60.0
@@ -131,3 +132,27 @@ class ReadyLater(Toy):
     def __init__(self, segments: SegmentViews, notify: Callable[[Mapping[str, Any]], None]) -> None:
         super().__init__(segments, notify)
         wait_for(os.environ["READY_WHEN"])
+
+
+class Plodding(Toy):
+    """Does one step whenever it is asked how far it is, as long as it works."""
+
+    def __init__(self, segments: SegmentViews, notify: Callable[[Mapping[str, Any]], None]) -> None:
+        super().__init__(segments, notify)
+        self._steps, self._wanted = 0, 0
+        self._is_done = threading.Event()
+
+    def progress(self) -> Mapping[str, Any]:
+        if self._steps < self._wanted:
+            self._steps += 1
+        if self._steps == self._wanted:
+            self._is_done.set()
+        return {"count": self._steps, "phase": "plodding"}
+
+    def do_plod(self, steps: int, hangs: bool) -> dict[str, Any]:
+        """Work for so many steps, then hang or end."""
+        self._wanted = steps
+        self._is_done.wait(LIMIT_SECONDS)
+        if hangs:
+            time.sleep(LIMIT_SECONDS)
+        return {"steps": self._steps}

@@ -28,7 +28,7 @@ from tests.core.async_jobs import (
     outcome_of_response,
     tag_in,
 )
-from tests.core.async_writers import EXIT_CODE, LAST_WORDS, Gate, GatedWriter
+from tests.core.async_writers import EXIT_CODE, LAST_WORDS, CommitGatedWriter, Gate, GatedWriter
 from tests.core.fault_jobs import SOON_SECONDS, Outcome, Seat, checkpoint_names, names_in, state_of
 
 pytestmark = pytest.mark.timeout(120)
@@ -141,6 +141,52 @@ def test_the_death_of_a_background_process_is_an_error_that_names_it_and_the_nex
             assert outcome.kind == "RankFailedError", outcome
             assert f"rank {victim}" in outcome.message and str(pid) in outcome.message, outcome
     assert max(outcome.seconds for outcome, _, _ in found) < SOON_SECONDS, found
+
+
+def _lose_a_child_that_is_done(
+    context: RankContext, directory: Path, mode_name: str, victim: int, orders: tuple[str, ...]
+) -> Outcome:
+    """A process dies that has done all it had to: its part is handed in, or it has committed and told nobody."""
+    seat, mode = Seat.of(context), MODES[mode_name]
+    gate = Gate(directory).close(*orders)
+    seat.share()
+    response = async_save(seat, state_of(seat.rank, WORLD, 1), directory, storage_writer=CommitGatedWriter(),
+                          **mode.save)  # fmt: skip
+    gate.await_writing(*(range(WORLD) if mode_name == "alone" else [0]))
+    if seat.rank == victim:
+        [pid] = children_of(os.getpid())
+        os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: not is_running(pid), "the end of the process")
+    seat.share()
+    gate.open()
+    outcome = outcome_of_response(response)
+    seat.share()
+    assert tag_in(seat, directory, mode) == 1
+    seat.share()
+    assert async_outcome(seat, state_of(seat.rank, WORLD, 2), directory, **mode.save).kind == ""
+    assert tag_in(seat, directory, mode) == 2
+    seat.share()
+    if mode_name != "alone":
+        left = set(names_in(directory)) - set(checkpoint_names(directory))
+        assert all(victim == 0 and name.startswith(".mailbox-") for name in left), left  # that must wait for its time
+    return outcome
+
+
+@pytest.mark.parametrize(
+    ("mode", "victim", "orders"),
+    [
+        ("mailbox", 2, ()),
+        ("no channel", 1, ()),
+        ("mailbox", 0, ("after",)),
+        ("no channel", 0, ("after",)),
+        ("alone", 1, ("after",)),
+    ],
+)
+def test_a_background_process_that_dies_while_another_commits_or_when_it_has_fails_no_save(
+    directory: Path, mode: str, victim: int, orders: tuple[str, ...]
+) -> None:
+    for outcome in run_ranks(_lose_a_child_that_is_done, WORLD, directory, mode, victim, orders):
+        assert outcome.kind == "", outcome
 
 
 def _lose_an_idle_child(context: RankContext, directory: Path) -> None:

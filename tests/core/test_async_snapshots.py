@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,9 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dcp_core import api
 from dcp_core.api import allow_pickled, clear_plan_cache, wait_all
 from dcp_core.testing.numpy_ranks import ShardedArray, even_boxes
 from dcp_core.testing.ranks import RankContext, run_ranks
+from tests.background_processes import end_own, wait_until
 from tests.core.async_jobs import (
     MODES,
     RESULT_SECONDS,
@@ -24,7 +28,7 @@ from tests.core.async_jobs import (
     tag_in,
     was_hit,
 )
-from tests.core.async_writers import Gate, GatedWriter
+from tests.core.async_writers import Gate, GatedWriter, ThreadWriter
 from tests.core.fault_jobs import Seat, checkpoint_names, names_in, same, state_of
 
 pytestmark = pytest.mark.timeout(120)
@@ -102,6 +106,37 @@ def _train_in_place(context: RankContext, root: Path, mode_name: str) -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_a_training_loop_that_never_waits_leaves_every_moment_in_its_own_checkpoint(directory: Path, mode: str) -> None:
     run_ranks(_train_in_place, 2, directory, mode)
+
+
+@pytest.mark.parametrize("kind", [GatedWriter, ThreadWriter])
+def test_threads_that_save_at_the_same_time_each_leave_their_own_moment(
+    directory: Path, kind: type[GatedWriter]
+) -> None:
+    """Both wait for a third save, and then one for the other."""
+    places = {tag: directory / f"{tag}" for tag in (1, 2, 3)}
+    gates = {tag: Gate(place).close() for tag, place in places.items()}
+
+    def save(tag: int) -> api.AsyncSaveResponse:
+        state = {"a": np.full(1000, tag)}
+        return api.async_save(state, checkpoint_id=places[tag], storage_writer=kind(), durable=False)
+
+    responses = [save(1)]
+    gates[1].await_writing(0)
+    threads = [threading.Thread(target=lambda tag=tag: responses.append(save(tag))) for tag in (2, 3)]
+    for thread in threads:
+        thread.start()
+    gates[1].open()
+    wait_until(lambda: any((gates[tag].directory / "writing-0").exists() for tag in (2, 3)), "the second save")
+    time.sleep(0.2)  # for a third save that would not wait
+    for gate in gates.values():
+        gate.open()
+    for thread in threads:
+        thread.join(RESULT_SECONDS)
+    for response in responses:
+        response.get_result(RESULT_SECONDS)
+    end_own()
+    for tag, place in places.items():
+        assert (api.read(place, "a") == tag).all()
 
 
 @dataclass

@@ -14,12 +14,14 @@ from dcp_core.api import wait_all
 from dcp_core.testing.numpy_ranks import ShardedArray, even_boxes
 from dcp_core.testing.ranks import RankContext, run_ranks
 from tests.background_processes import children_of
-from tests.core.async_jobs import MODES, Mode, async_save, checkpoint_directory
+from tests.core.async_jobs import MODES, Mode, async_outcome, async_save, checkpoint_directory
+from tests.core.async_writers import CountingWriter, objects_here
 from tests.core.fault_jobs import Seat, checkpoint_names, names_in, same
 from tests.core.process_use import Use, give_memory_back, settled_use
 
 WORLD = 2
 _WARM_UP = 5
+_COUNTED = 10
 _ROWS = 2048  # of 1,024 float32: 4 MiB a rank
 _MOST_GROWTH_NBYTES = 6 << 20
 
@@ -39,6 +41,10 @@ def _state(seat: Seat, tag: int) -> dict[str, Any]:
         "history": list(range(tag)),
         "text": "x" * tag,
     }
+
+
+def _small_state(seat: Seat) -> dict[str, Any]:
+    return {"w": ShardedArray.cut(np.ones((8, 8)), even_boxes((8, 8), seat.world, seat.rank)), "step": 1}
 
 
 def _check(seat: Seat, tag: int, directory: Path, mode: Mode) -> None:
@@ -88,6 +94,30 @@ def _check_flat(uses: list[tuple[tuple[int, ...], Use, Use]]) -> None:
 def test_twenty_saves_leave_memory_threads_descriptors_and_processes_flat(directory: Path, mode: str) -> None:
     for uses in run_ranks(_save_often, WORLD, directory, mode, 20, 10, timeout_seconds=120):
         _check_flat(uses)
+
+
+def _count_objects(context: RankContext, directory: Path, mode_name: str) -> list[list[int]]:
+    """Fail and save, again and again; how many objects there are in the trainer and in its background process."""
+    seat, mode, here = Seat.of(context), MODES[mode_name], []
+    for _ in range(_WARM_UP + _COUNTED):
+        failing = CountingWriter(fails=seat.rank == 1)
+        failed = async_outcome(seat, _small_state(seat), directory, storage_writer=failing, **mode.save)
+        assert bool(failed.kind) == (mode_name != "alone" or seat.rank == 1), failed
+        saved = async_outcome(seat, _small_state(seat), directory, storage_writer=CountingWriter(), **mode.save)
+        assert saved.kind == "", saved
+        here.append(objects_here())
+    there = Path(f"{directory}.objects-{seat.rank}").read_text().split()
+    return [here[_WARM_UP:], list(map(int, there))[-_COUNTED:]]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_no_object_is_kept_of_a_save(directory: Path, mode: str) -> None:
+    """Not even one each: memory would show that only after thousands of saves."""
+    for counts in run_ranks(_count_objects, WORLD, directory, mode):
+        for found in counts:
+            assert len(found) == _COUNTED
+            half = _COUNTED // 2
+            assert min(found[half:]) < min(found[:half]) + half // 2, counts
 
 
 @pytest.mark.soak

@@ -471,6 +471,35 @@ def test_others_that_give_up_while_the_coordinator_computes_stay_in_step_with_it
     assert group.run(lambda exchange: exchange.run("b", b"x", compute=joined)) == [b"x|x|x"] * 3
 
 
+def test_others_that_give_up_while_the_coordinator_posts_its_answer_stay_in_step_with_it() -> None:
+    group = Group(3, timeout_seconds=0.4)
+    are_gone = threading.Barrier(3)
+
+    class SlowBoard(MemoryBoard):
+        is_slow = True
+
+        def put(self, name: str, payload: bytes) -> None:
+            if self.is_slow and name.endswith(".answers"):
+                self.is_slow = False
+                are_gone.wait(20)
+            super().put(name, payload)
+
+    slow = group.boards[0] = SlowBoard()
+    slow.messages, slow.changed = group.board.messages, group.board.changed
+
+    def body(exchange: Exchange) -> bytes:
+        try:
+            return exchange.run("a", compute=joined)
+        finally:
+            if exchange.rank:
+                are_gone.wait(20)
+
+    first, *others = group.run(body)
+    assert [type(result) for result in (first, *others)] == [CoordinationTimeoutError] * 3
+    assert [cause.rank for cause in first.causes] == [1, 2]
+    assert group.run(lambda exchange: exchange.run("b", b"x", compute=joined)) == [b"x|x|x"] * 3
+
+
 def test_a_slow_but_punctual_rank_is_waited_for() -> None:
     def body(exchange: Exchange) -> bytes:
         time.sleep(0.6 if exchange.rank == 1 else 0)

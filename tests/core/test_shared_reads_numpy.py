@@ -294,6 +294,53 @@ def test_damage_is_seen_wherever_readers_cut_a_buffer(tmp_path: Path) -> None:
     assert run_ranks(load_damaged, 3, str(tmp_path / "c"), timeout_seconds=80) == [[]] * 3
 
 
+WIDE_SHAPE = (12, 300_001)
+"""Of a table whose rows are longer than checksum blocks."""
+
+COLUMNS = 100_000
+
+
+def flip_beside(directory: str, row: int) -> None:
+    """Flip a bit right behind the columns of a row that are loaded: in a block of which they are a part."""
+    [path] = Path(directory).glob("_rank0_*safetensors")
+    with path.open("r+b") as file:
+        place = 8 + int.from_bytes(file.read(8), "little") + 4 * (row * WIDE_SHAPE[1] + COLUMNS)
+        file.seek(place)
+        value = file.read(1)[0] ^ 4
+        file.seek(place)
+        file.write(bytes([value]))
+
+
+def load_columns(context: RankContext, directory: str) -> list[tuple[int, bool | str, bool, bool]]:
+    """Whether damage beside what is loaded is seen: by row, way to check, and way to read."""
+    target = ShardedArray.cut(np.zeros(WIDE_SHAPE, np.float32), [Box((0, 0), (WIDE_SHAPE[0], COLUMNS))])
+    found: list[tuple[int, bool | str, bool, bool]] = []
+    for row in (0, 5, 11):
+        with together(context):
+            if context.rank == 0:
+                flip_beside(directory, row)
+        for verify in (True, "full"):
+            for shared in (True, False):
+                try:
+                    load({"w": target}, directory, verify=verify, broadcast_replicated_tensors=shared)
+                except CorruptError:
+                    found.append((row, verify, shared, True))
+                else:
+                    found.append((row, verify, shared, False))
+        with together(context):
+            if context.rank == 0:
+                flip_beside(directory, row)
+    load({"w": target}, directory, verify="full")
+    return found
+
+
+def test_all_that_is_touched_is_checked_where_readers_share_it_too(tmp_path: Path) -> None:
+    table = np.arange(np.prod(WIDE_SHAPE), dtype=np.float32).reshape(WIDE_SHAPE)
+    api.save({"w": table}, checkpoint_id=tmp_path / "c", durable=False)
+    for found in run_ranks(load_columns, 3, str(tmp_path / "c"), timeout_seconds=80):
+        assert [is_seen for *_, is_seen in found] == [False, False, True, True] * 3, found
+
+
 # -- faults -----------------------------------------------------------------------------------------------------------
 
 

@@ -54,6 +54,11 @@ class Stall:
         """Whether the others wait for the coordinator's commit then: they cannot know if it will come."""
         return self.rank == 0 and self.pattern.startswith("_rank")
 
+    @property
+    def where_reading(self) -> bool:
+        """Whether all ranks have begun to fill their targets then; the coordinator's first read is of `.metadata`."""
+        return self.verb == "load" and self.rank != 0
+
 
 STALLS = [
     Stall("save", 1, "create", "_rank1_*"),
@@ -127,6 +132,7 @@ def test_ranks_that_wait_for_one_which_hangs_name_it_in_time_and_go_on_with_it_l
             assert names == checkpoint_names(root / stall.place), stall
             doubtful = stall.in_the_commit and rank != stall.rank
             assert outcome.kind == ("InDoubtError" if doubtful else "CoordinationTimeoutError"), (stall, rank, outcome)
+            assert stall.where_reading == ("the targets are undefined now" in outcome.message), (stall, rank, outcome)
             if rank != stall.rank:
                 named = (
                     f"rank {stall.rank}",
