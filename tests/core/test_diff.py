@@ -352,9 +352,7 @@ def test_other_types_count_as_equal_if_asked_for_and_their_values_are_near(tmp_p
         (np.array([7, 2**60 + 1]), np.array([7, 2**60]), 1.0),
     ],
 )
-def test_integers_that_a_float_cannot_tell_apart_differ(
-    tmp_path: Path, one: Array, other: Array, apart: float
-) -> None:
+def test_integers_that_a_float_cannot_tell_apart_differ(tmp_path: Path, one: Array, other: Array, apart: float) -> None:
     readers = save(tmp_path / "a", {"x": one}), save(tmp_path / "b", {"x": other})
     for tolerance in (Tolerance(), Tolerance(absolute=0.5)):
         (found,) = compare(*readers, Scope(types=False, tolerance=tolerance)).differences
