@@ -500,6 +500,10 @@ def _differ(context: RankContext, root: Path) -> list[Outcome]:
         outcome_of(manager.resume, {"a": 1}, step=rank),
         outcome_of(CheckpointManager(root, every=1 + rank, **how).resume, {"a": 1}),
         outcome_of(CheckpointManager(root, keep=1 + rank, **how).resume, {"a": 1}),
+        outcome_of(CheckpointManager(root, keep_every=1 + rank, **how).resume, {"a": 1}),
+        outcome_of(CheckpointManager(root / f"of {rank}", **how).resume, {"a": 1}),
+        outcome_of(manager.resume, {"a": 1}, verify=rank == 1),
+        outcome_of(manager.resume, {"a": 1}, **({"checkpoint_id": root} if rank == 1 else {})),
     ]
     manager.save(1, {"a": 1})
     seat.share()
@@ -516,6 +520,10 @@ def test_what_is_wrong_on_one_rank_is_told_to_all_ranks(tmp_path: Path) -> None:
         ("ArgumentsDifferError", "step is 0 on rank 0"),
         ("ArgumentsDifferError", "every is 1 on rank 0"),
         ("ArgumentsDifferError", "keep is 1 on rank 0"),
+        ("ArgumentsDifferError", "keep_every is 1 on rank 0"),
+        ("ArgumentsDifferError", "root is "),
+        ("ArgumentsDifferError", "verify is False on rank 0"),
+        ("ArgumentError", "rank 1: checkpoint_id: a CheckpointManager"),
     ]
     for ends in run_ranks(_differ, 3, tmp_path, timeout_seconds=60.0):
         for end, (kind, text) in zip(ends, expected, strict=True):
