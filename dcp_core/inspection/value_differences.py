@@ -257,9 +257,11 @@ def _bytes_of(array: Array) -> Array:
 
 
 def _numbers(bits: Array, dtype: DType) -> Array | None:
-    """Elements as float64 or complex128; None for what is no number."""
+    """Elements as floats or complex numbers, which hold them exactly; None for what is no number."""
     if dtype.kind is Kind.OPAQUE:
         return None
+    if dtype.kind in (Kind.SIGNED, Kind.UNSIGNED) and dtype.itemsize == 8:
+        return bits.astype(np.longdouble)  # of integers beyond 2**53 float64 has every other one at most
     return convert(bits, dtype, BY_NAME["complex128" if dtype.kind is Kind.COMPLEX else "float64"])
 
 

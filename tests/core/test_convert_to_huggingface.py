@@ -364,10 +364,11 @@ def test_a_conversion_that_is_killed_leaves_nothing_that_looks_complete(before: 
     command = [sys.executable, "-c", _CONVERT_AND_DIE, str(tmp_path / "new"), *map(str, targets)]
     said = subprocess.run(command, timeout=60, check=True, stdout=subprocess.PIPE, text=True).stdout
     codes = list(map(int, said.split()))
-    allowed = (None, whole("new"), *([whole("old")] if before != "nothing" else []))
+    kept = [whole("old")] if before != "nothing" else []
+    has_gap = before in ("nothing", "two")  # where files of the same names are replaced, there is no model for a moment
     for target in targets:
-        assert looks_complete(target) in allowed
-        assert loaded(target) in allowed
+        assert looks_complete(target) in (*kept, whole("new"), *([None] if has_gap else []))
+        assert loaded(target) in (None, *kept, whole("new"))
     complete = [loaded(target) == looks_complete(target) == whole("new") for target in targets]
     assert set(codes) == {0, -signal.SIGKILL}
     assert all(is_complete for code, is_complete in zip(codes, complete, strict=True) if code == 0)

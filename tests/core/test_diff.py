@@ -341,6 +341,25 @@ def test_other_types_count_as_equal_if_asked_for_and_their_values_are_near(tmp_p
             Tolerance(*wrong)
 
 
+@pytest.mark.parametrize(
+    ("one", "other", "apart"),
+    [
+        (np.array([7, 2**53 + 1]), np.array([7, 2**53], np.uint64), 1.0),
+        (np.array([7, 2**53 + 1]), np.array([7.0, 2.0**53]), 1.0),
+        (np.array([7, 2**63 - 1]), np.array([7.0, 2.0**63], np.float32), 1.0),
+        (np.array([7, 2**64 - 1], np.uint64), np.array([7, 2**63 - 1]), 2.0**63),
+        (np.array([7, 2**60 + 1]), np.array([7, 2**60], np.complex128), 1.0),
+        (np.array([7, 2**60 + 1]), np.array([7, 2**60]), 1.0),
+    ],
+)
+def test_integers_that_a_float_cannot_tell_apart_differ(tmp_path: Path, one: Array, other: Array, apart: float) -> None:
+    readers = save(tmp_path / "a", {"x": one}), save(tmp_path / "b", {"x": other})
+    for tolerance in (Tolerance(), Tolerance(absolute=0.5)):
+        (found,) = compare(*readers, Scope(types=False, tolerance=tolerance)).differences
+        assert (found.kind, found.elements, found.first, found.max_abs) == ("values", 1, (1,), apart)
+    assert compare(*readers, Scope(types=False, tolerance=Tolerance(absolute=apart))).is_equal
+
+
 def test_a_checkpoint_that_is_replaced_meanwhile_is_compared_anew(tmp_path: Path) -> None:
     one, other = save(tmp_path / "a", {"x": np.ones(3)}), save(tmp_path / "b", {"x": np.ones(3)})
     saves: list[FileSystemReader] = []

@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shutil
+import subprocess
 import threading
 import time
 import uuid
@@ -100,10 +101,39 @@ def test_a_fresh_record_of_junk_is_never_taken_for_a_dead_one(place: Path, junk:
     assert not _is_dead(place, junk)
 
 
-@given(st.dictionaries(st.sampled_from(("pid", "started", "since", "rank")), VALUES))
-def test_a_record_that_claims_to_be_of_this_machine_harms_no_process(place: Path, changes: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"[" * 60_000,
+        b'{"host": "", "boot": "", "namespace": "", "pid": 1e400, "started": 1}',
+        b'{"host": "", "boot": "", "namespace": "", "pid": NaN, "started": 1}',
+        b'{"host": "", "boot": "", "namespace": "", "pid": ' + b"9" * 5000 + b', "started": 1}',
+        b'{"host": "", "boot": "", "namespace": "", "pid": [1], "started": {}}',
+        b'{"pid": 1}',
+        b"[1, 2]",
+        b"null",
+        b"\xff\xfe\x00",
+        b"",
+    ],
+)
+def test_a_fresh_record_that_makes_no_sense_is_never_taken_for_a_dead_one(place: Path, content: bytes) -> None:
+    assert not _is_dead(place, content)
+
+
+_PIDS = st.sampled_from((0, -1, -4, 1, os.getpid(), 2**22 + 9, 2**31 - 1, 2**31, 2**63, 10**30))
+
+
+def _fields_of(pid: int, **others: Any) -> dict[str, Any]:
+    """A record of a process of this machine, in this run of it."""
     here = Owner.current()
-    fields = {"host": here.host, "boot": here.boot, "namespace": here.namespace, "pid": here.pid, "started": 0}
+    return {"host": here.host, "boot": here.boot, "namespace": here.namespace, "pid": pid, "started": 1, **others}
+
+
+@given(_PIDS | VALUES, st.dictionaries(st.sampled_from(("started", "since", "rank")), VALUES))
+def test_a_record_that_claims_to_be_of_this_machine_harms_no_process(
+    place: Path, pid: Any, changes: dict[str, Any]
+) -> None:
+    fields = _fields_of(os.getpid())
     heard: list[int] = []
     kill = os.kill
 
@@ -112,8 +142,25 @@ def test_a_record_that_claims_to_be_of_this_machine_harms_no_process(place: Path
         kill(pid, number)
 
     with mock.patch.object(os, "kill", hear):
-        assert _is_dead(place, json.dumps(fields | changes).encode()) in (True, False)
+        assert _is_dead(place, json.dumps(fields | changes | {"pid": pid}).encode()) in (True, False)
     assert set(heard) <= {0}
+
+
+@pytest.mark.parametrize("pid", [0, -1, -(2**22) - 9, 2**31, 2**63, 10**30])
+def test_a_record_of_what_can_be_no_process_proves_no_death(place: Path, pid: int) -> None:
+    assert not _is_dead(place, json.dumps(_fields_of(pid)).encode())
+
+
+@pytest.mark.parametrize("changes", [{"host": "another"}, {"boot": "another"}, {"namespace": "pid:[1]"}])
+def test_a_process_of_elsewhere_is_not_looked_for_here(place: Path, changes: dict[str, str]) -> None:
+    assert _is_dead(place, json.dumps(_fields_of(_ended_pid())).encode())
+    assert not _is_dead(place, json.dumps(_fields_of(_ended_pid()) | changes).encode())
+
+
+def _ended_pid() -> int:
+    """The id of a process that was there a moment ago."""
+    with subprocess.Popen(["true"]) as child:
+        return child.pid
 
 
 @QUICK
@@ -129,10 +176,67 @@ def test_a_save_into_a_directory_of_a_strangers_files_removes_none_that_it_does_
             (directory / name.replace("/", "-")).write_bytes(content)
             kept.add(name.replace("/", "-"))
     made = {name for name in kept if _may_go(name)}
+    assert kept - made <= _swept(directory)
+
+
+_NEARLY = (
+    f".intent-{SAVE_ID}-01", f".intent-{SAVE_ID}x", f".intent-{SAVE_ID}.old", f".intent-{SAVE_ID[1:]}",
+    f"x.intent-{SAVE_ID}", ".intent-", f".Intent-{SAVE_ID}",
+    f".metadata.{SAVE_ID}.tmp.old", f"x.metadata.{SAVE_ID}.tmp", f".metadata.{SAVE_ID[1:]}.tmp", ".metadata.tmp",
+    "_rank0_.safetensors.old", f"_rank0_.{SAVE_ID}.safetensors.old", "_rank0_.bin", "_rank00_.safetensors",
+    "x_rank0_.safetensors", f"_rank0_.{SAVE_ID[1:]}.bytes", "_rank0_0_.bytes", "_rank_.bytes", "rank0.bytes",
+    "00.metadata", "x0.metadata", "0.metadata.old",
+)  # fmt: skip
+"""What is nearly called as a file of a save."""
+
+_NEARLY_MAILBOXES = (f".mailbox-{SAVE_ID}x", f".mailbox-{SAVE_ID[1:]}", ".mailbox-joint", ".mailbox-", "x.mailbox-join")
+
+
+def _swept(directory: Path) -> set[str]:
+    """What is left once a save into the directory has begun, and ended."""
     storage = LocalStorage(directory)
-    opening = begin(storage, "c" * 32, rank=None, files_of=file_names)
-    retire_intent(storage, opening.save_id, None)
-    assert kept - made <= set(os.listdir(directory))
+    retire_intent(storage, begin(storage, "c" * 32, rank=None, files_of=file_names).save_id, None)
+    return set(os.listdir(directory))
+
+
+def test_names_that_are_nearly_ours_stay_however_old_and_though_they_tell_of_a_dead_process(tmp_path: Path) -> None:
+    record = json.dumps(_fields_of(_ended_pid())).encode()
+    for name in _NEARLY:
+        (tmp_path / name).write_bytes(record)
+    for name in _NEARLY_MAILBOXES:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "message").write_bytes(b"mine")
+    made = set(os.listdir(tmp_path))
+    assert len(made) == len(_NEARLY) + len(_NEARLY_MAILBOXES)
+    assert _swept(tmp_path) == made
+    for name in made:
+        os.utime(tmp_path / name, (0, 0))
+    assert _swept(tmp_path) == made
+    assert all((tmp_path / name / "message").exists() for name in _NEARLY_MAILBOXES)
+
+
+def test_what_may_be_of_a_save_that_lives_stays(tmp_path: Path) -> None:
+    """Fresh: a record whose process nobody knows, half a record, a mailbox before its record, files of all of them."""
+    foreign = json.dumps(_fields_of(_ended_pid(), host="another")).encode()
+    (tmp_path / intent_name(SAVE_ID, None)).write_bytes(foreign)
+    (tmp_path / f"{intent_name('a' * 32, None)}.tmp").write_bytes(b"{")
+    for name in (data_file_name(0, 0, 0, f".{SAVE_ID}"), data_file_name(3, 0, 1, ""), f".metadata.{SAVE_ID}.tmp"):
+        (tmp_path / name).write_bytes(b"its own")
+    for mailbox in (SAVE_ID, "d" * 32, "join"):
+        (tmp_path / f".mailbox-{mailbox}").mkdir()
+    made = set(os.listdir(tmp_path))
+    assert _swept(tmp_path) == made
+
+
+@pytest.mark.parametrize("name", [".metadata", "3.metadata"])
+def test_where_a_description_cannot_be_read_every_data_file_stays(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(b"of a program that nobody knows")
+    for file in (data_file_name(0, 0, 0, f".{SAVE_ID}"), data_file_name(3, 0, 1, "")):
+        (tmp_path / file).write_bytes(b"named there, perhaps")
+    made = set(os.listdir(tmp_path))
+    for old in made:
+        os.utime(tmp_path / old, (0, 0))
+    assert _swept(tmp_path) == made
 
 
 def test_a_record_that_cannot_be_removed_does_not_keep_what_other_dead_saves_left(tmp_path: Path) -> None:
@@ -144,9 +248,7 @@ def test_a_record_that_cannot_be_removed_does_not_keep_what_other_dead_saves_lef
         (tmp_path / name).write_bytes(b"x")
     for name in os.listdir(tmp_path):
         os.utime(tmp_path / name, (long_ago, long_ago))
-    storage = LocalStorage(tmp_path)
-    retire_intent(storage, begin(storage, "c" * 32, rank=None, files_of=file_names).save_id, None)
-    assert sorted(os.listdir(tmp_path)) == [intent_name("a" * 32, None), kept]
+    assert sorted(_swept(tmp_path)) == [intent_name("a" * 32, None), kept]
 
 
 def _may_go(name: str) -> bool:

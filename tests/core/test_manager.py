@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +160,18 @@ def test_nothing_is_removed_that_is_no_checkpoint_of_the_manager(tmp_path: Path)
     assert step_in(tmp_path / "best") == 1 and step_in(tmp_path / "elsewhere" / "step_4") == 4
 
 
+def test_what_has_a_damaged_description_stays_as_it_is(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    put(tmp_path, 1, 2)
+    description = tmp_path / "step_1" / ".metadata"
+    content = bytearray(description.read_bytes())
+    content[-1] ^= 1  # in the last block, which names the files: the header is sound
+    description.write_bytes(content)
+    before = names(tmp_path / "step_1")
+    CheckpointManager(tmp_path, keep=1, durable=False).save(3, state_at(3))
+    assert steps(tmp_path) == [1, 3] and names(tmp_path / "step_1") == before
+    assert "cannot be read, so the checkpoint stays" in caplog.text
+
+
 def test_a_checkpoint_that_is_being_saved_over_stays(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     put(tmp_path, 1)
     post_intent(LocalStorage(tmp_path / "step_1"), "ab" * 16, None)  # of this process, which lives
@@ -196,15 +209,37 @@ def test_a_checkpoint_goes_only_after_the_commit_and_its_description_first(tmp_p
     assert ("fsync_directory", "step_1") in deeds[description:data]
 
 
-def test_a_save_that_fails_removes_nothing(tmp_path: Path) -> None:
+def _save_in_the_background(manager: CheckpointManager, step: int) -> None:
+    manager.async_save(step, state_at(step)).get_result(60)
+
+
+def _save_plainly(manager: CheckpointManager, step: int) -> None:
+    manager.save(step, state_at(step))
+
+
+@pytest.mark.parametrize("save", [_save_plainly, _save_in_the_background])
+def test_a_save_that_fails_removes_nothing(tmp_path: Path, save: Callable[[CheckpointManager, int], None]) -> None:
     put(tmp_path, 1, 2)
     broken = FaultyOperations(fail_at=1, operations=["rename"], name_pattern=".metadata")
     manager = DiskManager(tmp_path, FileOperations(), broken, keep=1)
     with pytest.raises(StorageError):
-        manager.save(3, state_at(3))
-    assert newest_step(tmp_path) == 2 and {1, 2} <= set(steps(tmp_path)) and not (tmp_path / "latest").exists()
-    manager.save(3, state_at(3))
+        save(manager, 3)
+    assert newest_step(tmp_path) == 2 and {1, 2} <= set(steps(tmp_path)) and not os.path.lexists(tmp_path / "latest")
+    save(manager, 3)
     assert steps(tmp_path) == [3]
+
+
+def test_what_the_link_leads_to_stays_where_the_link_cannot_be_moved(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    put(tmp_path, 1, 2)
+    (tmp_path / "latest").symlink_to("step_1")
+    stuck = FaultyOperations(fail_at=1, operations=["rename"], name_pattern="latest")
+    DiskManager(tmp_path, stuck, FileOperations(), keep=1).save(3, state_at(3))
+    assert "could not let 'latest'" in caplog.text
+    assert [name for name in names(tmp_path) if name[0] != "."] == ["latest -> step_1", "step_1", "step_3"]
+    CheckpointManager(tmp_path, keep=1, durable=False).save(4, state_at(4))
+    assert names(tmp_path) == ["latest -> step_4", "step_4"]
 
 
 @pytest.mark.faults
@@ -465,6 +500,10 @@ def _differ(context: RankContext, root: Path) -> list[Outcome]:
         outcome_of(manager.resume, {"a": 1}, step=rank),
         outcome_of(CheckpointManager(root, every=1 + rank, **how).resume, {"a": 1}),
         outcome_of(CheckpointManager(root, keep=1 + rank, **how).resume, {"a": 1}),
+        outcome_of(CheckpointManager(root, keep_every=1 + rank, **how).resume, {"a": 1}),
+        outcome_of(CheckpointManager(root / f"of {rank}", **how).resume, {"a": 1}),
+        outcome_of(manager.resume, {"a": 1}, verify=rank == 1),
+        outcome_of(manager.resume, {"a": 1}, **({"checkpoint_id": root} if rank == 1 else {})),
     ]
     manager.save(1, {"a": 1})
     seat.share()
@@ -481,6 +520,10 @@ def test_what_is_wrong_on_one_rank_is_told_to_all_ranks(tmp_path: Path) -> None:
         ("ArgumentsDifferError", "step is 0 on rank 0"),
         ("ArgumentsDifferError", "every is 1 on rank 0"),
         ("ArgumentsDifferError", "keep is 1 on rank 0"),
+        ("ArgumentsDifferError", "keep_every is 1 on rank 0"),
+        ("ArgumentsDifferError", "root is "),
+        ("ArgumentsDifferError", "verify is False on rank 0"),
+        ("ArgumentError", "rank 1: checkpoint_id: a CheckpointManager"),
     ]
     for ends in run_ranks(_differ, 3, tmp_path, timeout_seconds=60.0):
         for end, (kind, text) in zip(ends, expected, strict=True):

@@ -237,6 +237,22 @@ def test_a_directory_of_absurd_counts_is_refused() -> None:
         refused(replaced(SMALL, {"directory.tensors": writer.to_bytes() + block_of("directory.tensors")[8:]}))
 
 
+@pytest.mark.parametrize("depth", [9, 64])
+def test_tensors_of_many_dimensions_are_refused_before_they_take_a_place_each(depth: int) -> None:
+    """A few bytes announce as many tensors as take memory for all their dimensions."""
+    count = (8 << 22) // depth + 1
+    directory = encode_directory(GroupDirectory(["a"], np.array([1]), np.array([count]), np.array([0])))
+    writer = ColumnWriter()
+    writer.integers(np.array([count]))
+    writer.texts(["a"])
+    writer.strings([b"path"])
+    for value in (0, 1, depth):  # whose they are, types, dimensions: one number for all takes no bytes
+        writer.integers(np.full(count, value))
+    forged = replaced(SMALL, {"directory.tensors": directory, "tensors.0": writer.to_bytes()})
+    with little_memory(22 * count + (8 << 20)), pytest.raises(CorruptError, match="too many in one group"):
+        read_all(forged)
+
+
 def test_a_name_table_of_a_gigabyte_is_refused() -> None:
     names = ColumnWriter()
     names.integers(np.ones(8, dtype=np.int64))
@@ -319,10 +335,35 @@ def test_grids_that_contradict_shape_or_chunks_are_refused() -> None:
     refused(grid_block([1] * 10, [], [1] * 8))
 
 
+def with_column(name: str, honest: Any, forged: Any, *, delta: bool = False) -> bytes:
+    """The sample with other values in a column of one of its blocks."""
+    written, lying = ColumnWriter(), ColumnWriter()
+    written.integers(np.asarray(honest), delta=delta)
+    lying.integers(np.asarray(forged), delta=delta)
+    block = block_of(name)
+    assert block.count(written.to_bytes()) == 1
+    return replaced(SMALL, {name: block.replace(written.to_bytes(), lying.to_bytes())})
+
+
 def test_a_shape_whose_bytes_overflow_is_refused() -> None:
-    block = block_of("tensors.0")
-    honest, forged = ColumnWriter(), ColumnWriter()
-    honest.integers(np.array([0, 3, 4, 6, 6, 8, 8, 4, 6, 4, 6]))
-    forged.integers(np.array([0, 3, 2**40, 2**40, 6, 8, 8, 4, 6, 4, 6]))
-    assert honest.to_bytes() in block
-    refused(replaced(SMALL, {"tensors.0": block.replace(honest.to_bytes(), forged.to_bytes())}), "too large")
+    honest = [0, 3, 4, 6, 6, 8, 8, 4, 6, 4, 6]
+    refused(with_column("tensors.0", honest, [0, 3, 2**40, 2**40, *honest[4:]]), "too large")
+
+
+@pytest.mark.parametrize("code", [0, 23, 127, 255, 256, -1])
+def test_a_type_that_nobody_knows_is_refused(code: int) -> None:
+    honest = small_checkpoint().columns().tensors.dtype.astype(np.int64)
+    for row in range(len(honest)):
+        forged = honest.copy()
+        forged[row] = code
+        refused(with_column("tensors.0", honest, forged), "dtype code|outside")
+
+
+@pytest.mark.parametrize("file", [-1, 8, 99, 2**31 - 1, 2**40])
+def test_an_object_in_a_file_that_is_not_there_is_refused(file: int) -> None:
+    honest = small_checkpoint().columns().objects.file.astype(np.int64)
+    assert int(honest.max()) < len(small_checkpoint().files()) == 8
+    for row in range(len(honest)):
+        forged = honest.copy()
+        forged[row] = file
+        refused(with_column("objects.0", honest, forged, delta=True), "no .bytes file|outside")
