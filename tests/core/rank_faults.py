@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,14 +20,16 @@ import numpy as np
 import pytest
 
 from dcp_core.adapter import KeyValueChannel, ProcessGroup
+from dcp_core.background.carriers import ProcessCarrier
+from dcp_core.background.task import PersistResult, PersistTask
 from dcp_core.coordination.exchange import Answers, Exchange
 from dcp_core.execution.filesystem import FileSystemReader, FileSystemWriter
+from dcp_core.execution.interfaces import CheckpointId, MailboxFolder, MetadataDraft, WriteContext, WriteResult
+from dcp_core.metadata import Metadata
 from dcp_core.planning.standard_load import StandardLoadPlanner
 from dcp_core.planning.standard_save import StandardSavePlanner
 from dcp_core.storage.local import LocalStorage
 from dcp_core.storage.operations import FileOperations
-from dcp_core.testing.numpy_broadcasts import NumpyBroadcasts
-from dcp_core.testing.numpy_ranks import NumpyRankAdapter
 from tests.background_processes import wait_until
 
 _Result = TypeVar("_Result")
@@ -57,6 +59,11 @@ class Scene:
     def heard(self, word: str) -> bool:
         return (self.directory / word).exists()
 
+    @property
+    def victim(self) -> int:
+        """The process that got into trouble."""
+        return int((self.directory / "fired").read_text())
+
     def await_all(self, *words: str) -> None:
         wait_until(lambda: all(map(self.heard, words)), f"{words} in {self.directory}", _LONGEST_SECONDS)
 
@@ -80,7 +87,7 @@ class Scene:
         """Let it go on, whether it stalls or is stopped."""
         self.say("go")
         if self.heard("fired"):
-            os.kill(int((self.directory / "fired").read_text()), signal.SIGCONT)
+            os.kill(self.victim, signal.SIGCONT)
 
 
 class Fuse:
@@ -104,38 +111,63 @@ class Fuse:
 
 
 class FiringChannel:
-    """The channel of the ranks; "put" and "wait" name the exchange, or "broadcast"."""
+    """The channel of the ranks; "put" and "wait" name the exchange."""
 
     def __init__(self, channel: KeyValueChannel, fuse: Fuse) -> None:
         self._channel, self._fuse = channel, fuse
 
-    def _reach(self, word: str, name: str) -> None:
-        self._fuse.reach(f"{word} {'broadcast' if name.startswith('broadcast-') else self._fuse.stage}")
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._channel, name)
 
     def put(self, name: str, payload: bytes) -> None:
-        self._reach("put", name)
+        self._fuse.reach(f"put {self._fuse.stage}")
         self._channel.put(name, payload)
 
     def wait(self, name: str, timeout_seconds: float) -> bytes | None:
-        self._reach("wait", name)
+        self._fuse.reach(f"wait {self._fuse.stage}")
         return self._channel.wait(name, timeout_seconds)
 
     def delete(self, name: str) -> None:
         self._channel.delete(name)
 
 
-class FiringAdapter(NumpyRankAdapter):
-    """Numpy ranks that talk through a `FiringChannel`."""
+class FiringBroadcasts:
+    """The broadcasts of the ranks: "open broadcast", "start broadcast", and "wait broadcast" while one is under way."""
 
-    def __init__(self, fuse: Fuse) -> None:
-        super().__init__()
-        self._fuse = fuse
+    def __init__(self, broadcasts: Any, fuse: Fuse) -> None:
+        self._broadcasts, self._fuse = broadcasts, fuse
 
-    def process_group(self, group: Any = None, *, with_channel: bool = True) -> ProcessGroup:
-        found = super().process_group(group)
-        assert found.channel is not None
-        channel = FiringChannel(found.channel, self._fuse)
-        return replace(found, channel=channel, broadcasts=NumpyBroadcasts(channel, found.global_rank))
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._broadcasts, name)
+
+    def open(self, *args: Any, **kwargs: Any) -> Any:
+        self._fuse.reach("open broadcast")
+        return _FiringGroup(self._broadcasts.open(*args, **kwargs), self._fuse)
+
+
+class _FiringGroup:
+    def __init__(self, group: Any, fuse: Fuse) -> None:
+        self._group, self._fuse = group, fuse
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._group, name)
+
+    def broadcast(self, wire: Any, source: int) -> Any:
+        self._fuse.reach("start broadcast")
+        return _FiringWork(self._group.broadcast(wire, source), self._fuse)
+
+
+class _FiringWork:
+    def __init__(self, work: Any, fuse: Fuse) -> None:
+        self._work, self._fuse = work, fuse
+
+    def is_done(self) -> Any:
+        self._fuse.reach("wait broadcast")
+        return self._work.is_done()
+
+    def wait(self) -> None:
+        self._fuse.reach("wait broadcast")
+        self._work.wait()
 
 
 def kind_of_file(path: str) -> str:
@@ -205,11 +237,26 @@ class FiringState:
 
 
 @contextmanager
-def watched_exchanges(fuse: Fuse) -> Iterator[None]:
-    """Tell a fuse of every exchange, and when the coordinator decides: "decide save/agree"."""
-    plain: Any = Exchange.run
+def watched_calls(adapter: type[Any], fuse: Fuse) -> Iterator[None]:
+    """Tell a fuse of what the calls of this process do.
 
-    def run(
+    These are the places of its channel and of its broadcasts, "decide save/agree", where the coordinator decides, and
+    "hand over", where a save goes to the background process.
+
+    Args:
+        adapter: Class of the framework's adapter.
+        fuse: It goes off in the thread that comes to its place.
+    """
+    process_group, exchange, hand_over = adapter.process_group, Exchange.run, ProcessCarrier.hand_over
+
+    def watched_group(self: Any, group: Any = None, *, with_channel: bool = True) -> ProcessGroup:
+        found: ProcessGroup = process_group(self, group, with_channel=with_channel)
+        if found.channel is None:
+            return found
+        broadcasts: Any = found.broadcasts and FiringBroadcasts(found.broadcasts, fuse)
+        return replace(found, channel=FiringChannel(found.channel, fuse), broadcasts=broadcasts)
+
+    def watched_exchange(
         self: Exchange,
         stage: str,
         payload: bytes = b"",
@@ -222,11 +269,16 @@ def watched_exchanges(fuse: Fuse) -> Iterator[None]:
             return b"" if compute is None else compute(payloads)
 
         fuse.stage = stage
-        found: bytes = plain(self, stage, payload, compute=decide, **more)
-        return found
+        return exchange(self, stage, payload, compute=decide, **more)
+
+    def watched_hand_over(carrier: ProcessCarrier, task: PersistTask) -> Callable[[], PersistResult]:
+        fuse.reach("hand over")
+        return hand_over(carrier, task)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Exchange, "run", run)
+        patch.setattr(adapter, "process_group", watched_group)
+        patch.setattr(Exchange, "run", watched_exchange)
+        patch.setattr(ProcessCarrier, "hand_over", watched_hand_over)
         yield
 
 
@@ -238,33 +290,47 @@ def reader_over(directory: Path, fuse: Fuse) -> FileSystemReader:
     return FileSystemReader(storage=LocalStorage(directory, FiringOperations(fuse)))
 
 
-# -- the table ------------------------------------------------------------------------------------------------------
+class FiringWriter(FileSystemWriter):
+    """A writer that gets its process into trouble at one place, unless it is the trainer, which made it.
 
-
-@dataclass(frozen=True)
-class Point:
-    """One place of one rank of a job.
-
-    Attributes:
-        verb: The call.
-        phase: What the call is at there.
-        where: The place.
-        rank: Who gets into trouble.
-        world: Ranks of the job.
-        doubtful: Whether the others wait for the coordinator's commit then.
-        harmless: Whether the others have no need of that rank any more.
-        may_be_new: Whether the new checkpoint may be complete afterwards.
+    Besides the operations of the disk: "meet", "put message", "wait message", "configure", "write", "commit".
     """
 
-    verb: str
-    phase: str
-    where: str
-    rank: int
-    world: int
-    doubtful: bool = False
-    harmless: bool = False
-    may_be_new: bool = False
+    def __init__(
+        self, path: CheckpointId | None = None, *, where: str, scene: str, fault: str, spared: int = 0
+    ) -> None:
+        self._fate = {"where": where, "scene": scene, "fault": fault, "spared": spared or os.getpid()}
+        self._fuse = Fuse()
+        if os.getpid() != self._fate["spared"]:
+            self._fuse.set(where, lambda: Scene(Path(scene)).suffer(fault))
+        super().__init__(
+            storage=LocalStorage("/nowhere" if path is None else os.fspath(path), FiringOperations(self._fuse))
+        )
 
-    @property
-    def name(self) -> str:
-        return f"{self.verb} {self.where} {self.rank} of {self.world}".replace("/", "+")
+    def rebuild_arguments(self) -> Mapping[str, Any] | None:
+        return self._fate | {"path": self._directory.storage.describe().strip("'")}
+
+    def open_mailbox(self, save_id: str) -> MailboxFolder | None:
+        folder = super().open_mailbox(save_id)
+        if folder is None:
+            return None
+        put, wait = folder.put, folder.wait
+
+        def firing_put(name: str, payload: bytes) -> None:
+            self._fuse.reach("put message")
+            put(name, payload)
+
+        def firing_wait(name: str, timeout_seconds: float) -> bytes | None:
+            self._fuse.reach("wait message")
+            return wait(name, timeout_seconds)
+
+        folder.put, folder.wait = firing_put, firing_wait  # type: ignore[method-assign]
+        return folder
+
+    def configure_writer(self, context: WriteContext) -> None:
+        self._fuse.reach("configure")
+        super().configure_writer(context)
+
+    def finalize_checkpoint(self, metadata: MetadataDraft, results: Sequence[WriteResult]) -> Metadata:
+        self._fuse.reach("commit")
+        return super().finalize_checkpoint(metadata, results)
