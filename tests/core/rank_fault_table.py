@@ -32,21 +32,18 @@ from tests.core.fault_jobs import (
     poison_of,
     state_of,
 )
-from tests.core.rank_faults import (
+from tests.core.firing import (
     DIES,
     FAULTS,
     SLOW,
     STALLS,
-    FiringLoadPlanner,
-    FiringSavePlanner,
-    FiringState,
     FiringWriter,
     Fuse,
     Scene,
     reader_over,
-    watched_calls,
     writer_over,
 )
+from tests.core.rank_faults import FiringLoadPlanner, FiringSavePlanner, FiringState, watched_calls
 
 DEADLINE_SECONDS = 3.0
 BOUND_SECONDS = 3 * DEADLINE_SECONDS

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from tests.core.fault_jobs import memory_directory
+from tests.core.firing import DIES, SLOW, STALLS, STOPPED
 from tests.core.rank_fault_table import Point, check_ranks_in_trouble, points_in
-from tests.core.rank_faults import DIES, SLOW, STALLS, STOPPED
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(180)]
 
