@@ -234,7 +234,7 @@ def _go_on(
     with seat.joined():
         tag = tag_in(seat, directory)
         seat.share()
-        _save(seat, point.verb, directory, _LAST_TAG)
+        seat.save(state_of(seat.rank, seat.world, _LAST_TAG), checkpoint_id=directory)
         assert tag_in(seat, directory) == _LAST_TAG
         seat.share()
     names = names_in(directory)
