@@ -17,7 +17,6 @@ from dcp_core import api
 from tests.background_processes import is_running, wait_until
 from tests.core.async_jobs import checkpoint_directory
 from tests.core.rank_fault_table import (
-    ASYNC_BOUND_SECONDS,
     Point,
     check_background_processes_in_trouble,
     check_ranks_in_trouble,
@@ -66,7 +65,7 @@ def test_a_background_process_in_trouble_is_named_and_ended_and_the_next_save_wo
 
 
 def test_a_trainer_in_trouble_is_named_by_the_results_of_the_others_and_the_next_save_works(root: Path) -> None:
-    check_ranks_in_trouble(root, TRAINER_POINTS, bound_seconds=ASYNC_BOUND_SECONDS)
+    check_ranks_in_trouble(root, TRAINER_POINTS)
 
 
 # -- a script whose background process hangs --------------------------------------------------------------------------

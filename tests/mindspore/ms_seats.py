@@ -36,7 +36,7 @@ class MindSporeSeat(WatchedSeat):
     def save(self, state: Mapping[str, Any], **arguments: Any) -> None:
         dcp_mindspore.save(_as_mindspore(state), **self._given() | arguments)
 
-    def load(self, state: dict[str, Any], **arguments: Any) -> None:
+    def load(self, state: Mapping[str, Any], **arguments: Any) -> None:
         target = _as_mindspore(state)
         try:
             dcp_mindspore.load(target, **self._given() | arguments)

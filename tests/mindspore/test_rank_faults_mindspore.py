@@ -10,7 +10,6 @@ import pytest
 from tests.core.async_jobs import checkpoint_directory
 from tests.core.firing import DIES, STOPPED
 from tests.core.rank_fault_table import (
-    ASYNC_BOUND_SECONDS,
     Point,
     check_background_processes_in_trouble,
     check_ranks_in_trouble,
@@ -53,7 +52,7 @@ def test_the_others_name_a_mindspore_rank_in_trouble_in_time_and_the_next_call_w
 
 
 def test_a_mindspore_trainer_in_trouble_is_named_by_the_results_of_the_others(root: Path) -> None:
-    check_ranks_in_trouble(root, TRAINERS, MindSporeSeat, ASYNC_BOUND_SECONDS)
+    check_ranks_in_trouble(root, TRAINERS, MindSporeSeat)
 
 
 @pytest.mark.parametrize("kind", [MindSporeSeat, StoreSeat])

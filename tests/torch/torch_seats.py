@@ -62,7 +62,7 @@ class TorchSeat(WatchedSeat):
     def save(self, state: Mapping[str, Any], **arguments: Any) -> None:
         dcp_torch.save(_as_torch(state), **self._given() | arguments)
 
-    def load(self, state: dict[str, Any], **arguments: Any) -> None:
+    def load(self, state: Mapping[str, Any], **arguments: Any) -> None:
         target = _as_torch(state)
         try:
             dcp_torch.load(target, **self._given() | arguments)
@@ -83,8 +83,9 @@ class LaunchedSeat(TorchSeat):
     use_gloo: ClassVar[bool] = True
 
     def store(self) -> Store:
-        port = int(os.environ["MASTER_PORT"])
-        return PrefixStore(f"job-{self.job}", TCPStore(_HOST, port, is_master=False, wait_for_workers=False))
+        store = TCPStore(_HOST, int(os.environ["MASTER_PORT"]), is_master=False, wait_for_workers=False)
+        run = self.context.channel_directory.parent.name
+        return PrefixStore(f"{run}-{self.job}", store)
 
 
 @dataclass(frozen=True)
