@@ -140,6 +140,31 @@ def poison_of(rank: int, world: int, dim: int = 0, *, own: bool = True) -> dict[
     return state
 
 
+def as_tensors(value: Any, tensor: Callable[[Any], Any], annotate: Callable[..., Any]) -> Any:
+    """A state of numpy ranks as that of another framework, in the same memory.
+
+    Args:
+        value: The state, or a part of it.
+        tensor: Makes a tensor over an array.
+        annotate: Notes on a tensor which part of a global one it is.
+    """
+    if isinstance(value, dict):
+        return {key: as_tensors(part, tensor, annotate) for key, part in value.items()}
+    if isinstance(value, ShardedArray):
+        (box,), (array,) = value.boxes, value.arrays
+        return annotate(tensor(array), offsets=box.offsets, global_shape=value.global_shape)
+    return tensor(value) if isinstance(value, np.ndarray) else value
+
+
+def take_values(state: Any, loaded: Any) -> None:
+    """Take over what is no memory from a state that `as_tensors` made and a load filled."""
+    for key, value in state.items():
+        if isinstance(value, dict):
+            take_values(value, loaded[key])
+        elif not isinstance(value, (ShardedArray, np.ndarray)):
+            state[key] = loaded[key]
+
+
 def same(left: Any, right: Any) -> bool:
     """Whether two states are equal to the last bit, containers and types included."""
     if isinstance(left, ShardedArray) and isinstance(right, ShardedArray):

@@ -6,21 +6,15 @@ it is waiting; in a job one kind of trouble comes after another, and in between 
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
-import pytest
-
-from dcp_core.background import carriers
-from dcp_core.testing.numpy_ranks import ShardedArray
 from dcp_core.testing.ranks import RankContext, RankProcessError, run_ranks
-from tests.background_processes import background_processes, children_of, is_running, wait_until
+from tests.background_processes import background_processes, wait_until
 from tests.core.async_jobs import async_outcome, tag_in
 from tests.core.fault_jobs import (
     PATIENT_SECONDS,
@@ -36,8 +30,6 @@ from tests.core.firing import (
     DIES,
     FAULTS,
     SLOW,
-    STALLS,
-    FiringWriter,
     Fuse,
     Scene,
     reader_over,
@@ -52,8 +44,7 @@ BOUND_SECONDS = 3 * DEADLINE_SECONDS
 ASYNC_BOUND_SECONDS = 45.0
 """The same for a save in the background, on a machine that does much else; the patience of everything is longer."""
 
-_GRACE_SECONDS = 1.0
-_LAST_TAG = 100
+LAST_TAG = 100
 _Found = TypeVar("_Found")
 
 
@@ -107,31 +98,6 @@ class WatchedSeat(Seat):
             yield
 
 
-def as_tensors(value: Any, tensor: Callable[[Any], Any], annotate: Callable[..., Any]) -> Any:
-    """A state of numpy ranks as that of another framework, in the same memory.
-
-    Args:
-        value: The state, or a part of it.
-        tensor: Makes a tensor over an array.
-        annotate: Notes on a tensor which part of a global one it is.
-    """
-    if isinstance(value, dict):
-        return {key: as_tensors(part, tensor, annotate) for key, part in value.items()}
-    if isinstance(value, ShardedArray):
-        (box,), (array,) = value.boxes, value.arrays
-        return annotate(tensor(array), offsets=box.offsets, global_shape=value.global_shape)
-    return tensor(value) if isinstance(value, np.ndarray) else value
-
-
-def take_values(state: Any, loaded: Any) -> None:
-    """Take over what is no memory from a state that `as_tensors` made and a load filled."""
-    for key, value in state.items():
-        if isinstance(value, dict):
-            take_values(value, loaded[key])
-        elif not isinstance(value, (ShardedArray, np.ndarray)):
-            state[key] = loaded[key]
-
-
 @dataclass(frozen=True)
 class Seen:
     """What one rank saw of one fault.
@@ -147,8 +113,8 @@ class Seen:
     lives: bool = False
 
 
-def _seat_in(kind: type[WatchedSeat], context: RankContext, points: Sequence[Point]) -> tuple[WatchedSeat, Point]:
-    """The jobs share the processes out, one after another."""
+def seat_in(kind: type[WatchedSeat], context: RankContext, points: Sequence[Point]) -> tuple[WatchedSeat, Point]:
+    """The rank that a process is, and the point of its job: the jobs share the processes out, one after another."""
     first = 0
     for job, point in enumerate(points):
         if context.rank < first + point.world:
@@ -158,7 +124,7 @@ def _seat_in(kind: type[WatchedSeat], context: RankContext, points: Sequence[Poi
     raise AssertionError("more processes than the jobs have ranks")
 
 
-def _dealt(points: Sequence[Point], found: Sequence[_Found]) -> Iterator[tuple[Point, int, list[_Found]]]:
+def dealt(points: Sequence[Point], found: Sequence[_Found]) -> Iterator[tuple[Point, int, list[_Found]]]:
     """Each job, its first process, and what its ranks found."""
     first = 0
     for point in points:
@@ -166,7 +132,7 @@ def _dealt(points: Sequence[Point], found: Sequence[_Found]) -> Iterator[tuple[P
         first += point.world
 
 
-def _save(seat: Seat, verb: str, directory: Path, tag: int) -> None:
+def save_soundly(seat: Seat, verb: str, directory: Path, tag: int) -> None:
     """A sound save of the kind that the job is about."""
     state = state_of(seat.rank, seat.world, tag) | {"stateful": FiringState(Fuse())}
     if verb == "async_save":
@@ -193,7 +159,7 @@ def _call(seat: Seat, verb: str, directory: Path, tag: int, fuse: Fuse, timeout_
 
 
 def _suffer(context: RankContext, kind: type[WatchedSeat], root: Path, points: Sequence[Point]) -> list[Seen]:
-    seat, point = _seat_in(kind, context, points)
+    seat, point = seat_in(kind, context, points)
     with seat.joined():
         return list(_suffer_in_turn(seat, point, root))
 
@@ -202,7 +168,7 @@ def _suffer_in_turn(seat: WatchedSeat, point: Point, root: Path) -> Iterator[See
     directory, fuse = root / point.name, Fuse()
     others = [rank for rank in range(seat.world) if rank != point.rank]
     for number, fault in enumerate(point.faults):
-        _save(seat, point.verb, directory, 2 * number + 1)
+        save_soundly(seat, point.verb, directory, 2 * number + 1)
         scene = point.scene(root, fault)
         seat.share()
         with seat.watched(fuse):
@@ -229,13 +195,13 @@ def _go_on(
     context: RankContext, kind: type[WatchedSeat], root: Path, points: Sequence[Point]
 ) -> tuple[int, list[str], list[str]]:
     """Other processes load what is there, and save over it."""
-    seat, point = _seat_in(kind, context, points)
+    seat, point = seat_in(kind, context, points)
     directory = root / point.name
     with seat.joined():
         tag = tag_in(seat, directory)
         seat.share()
-        seat.save(state_of(seat.rank, seat.world, _LAST_TAG), checkpoint_id=directory)
-        assert tag_in(seat, directory) == _LAST_TAG
+        seat.save(state_of(seat.rank, seat.world, LAST_TAG), checkpoint_id=directory)
+        assert tag_in(seat, directory) == LAST_TAG
         seat.share()
     names = names_in(directory)
     if point.verb == "save":
@@ -257,7 +223,7 @@ def check_ranks_in_trouble(
     processes = sum(point.world for point in points)
     found = run_ranks(_suffer, processes, kind, root, points, timeout_seconds=120, return_exceptions=True)
     wait_until(lambda: not background_processes(), "the end of the background processes")
-    for point, first, ranks in _dealt(points, found):
+    for point, first, ranks in dealt(points, found):
         end = ranks.pop(point.rank)
         assert isinstance(end, RankProcessError) and "SIGKILL" in str(end), (point, end)
         assert all(isinstance(seen, list) for seen in ranks), (point, ranks)
@@ -267,7 +233,7 @@ def check_ranks_in_trouble(
             own = None if fault == DIES else (scene.directory / "own").read_text()
             _check(point, first + point.rank, number, own, [seen[number] for seen in ranks], bound_seconds)
     later = run_ranks(_go_on, processes, kind, root, points, timeout_seconds=60)
-    for point, _, ends in _dealt(points, later):
+    for point, _, ends in dealt(points, later):
         before = 2 * len(point.faults) - 1
         for tag, names, expected in ends:
             assert tag in ((before, before + 1) if point.may_be_new else (before,)), (point, tag)
@@ -307,77 +273,3 @@ def _kinds(point: Point) -> set[str]:
         return {"InDoubtError" if point.doubtful else "CoordinationTimeoutError", "CoordinationError"}
     in_doubt = {"InDoubtError"} if point.rank == 0 else set()
     return {"CoordinationTimeoutError", "CoordinationError", "RankFailedError"} | in_doubt
-
-
-# -- background processes that get into trouble -----------------------------------------------------------------------
-
-
-def _suffer_in_the_background(
-    context: RankContext, kind: type[WatchedSeat], root: Path, points: Sequence[Point]
-) -> list[Seen]:
-    seat, point = _seat_in(kind, context, points)
-    directory, seen = root / point.name, []
-    with pytest.MonkeyPatch.context() as patch, seat.joined():
-        patch.setattr(carriers, "GRACE_SECONDS", _GRACE_SECONDS)
-        for number, fault in enumerate(point.faults):
-            assert not async_outcome(seat, state_of(seat.rank, seat.world, 2 * number + 1), directory).kind
-            scene, here = point.scene(root, fault), seat.rank == point.rank
-            seat.share()
-            writer = FiringWriter(where=point.where if here else "", scene=str(scene.directory), fault=fault)
-            outcome = async_outcome(
-                seat, state_of(seat.rank, seat.world, 2 * number + 2), directory, storage_writer=writer,
-                planner=FiringSavePlanner(Fuse()), durable=True,
-                timeout_seconds=PATIENT_SECONDS if fault == SLOW else DEADLINE_SECONDS,
-            )  # fmt: skip
-            seat.share()
-            lives = scene.heard("fired") and fault == SLOW and is_running(scene.victim)
-            if scene.heard("fired") and fault != SLOW:
-                wait_until(lambda scene=scene: not is_running(scene.victim), "the end of it")  # type: ignore[misc]
-            seen.append(Seen(outcome, tag_in(seat, directory), lives))
-            seat.share()
-        _save(seat, "async_save", directory, _LAST_TAG)
-        assert tag_in(seat, directory) == _LAST_TAG
-        assert len(children_of(os.getpid())) == 1
-        seat.share()
-    assert (left := set(names_in(directory)) - set(checkpoint_names(directory))) == set(), (point, left)
-    return seen
-
-
-def check_background_processes_in_trouble(
-    root: Path, points: Sequence[Point], kind: type[WatchedSeat] = WatchedSeat
-) -> None:
-    """Let a background process of each job suffer; check that all name its rank in time, and that the next save works.
-
-    Args:
-        root: Where the checkpoints go, each in a directory of its own.
-        points: One a job.
-        kind: How its ranks call.
-    """
-    processes = sum(point.world for point in points)
-    found = run_ranks(_suffer_in_the_background, processes, kind, root, points, timeout_seconds=150)
-    for point, _, ranks in _dealt(points, found):
-        for number, fault in enumerate(point.faults):
-            assert point.scene(root, fault).heard("fired"), f"{point} was not reached: {fault}"
-            _check_background(point, number, [seen[number] for seen in ranks])
-
-
-def _check_background(point: Point, number: int, ranks: Sequence[Seen]) -> None:
-    fault = point.faults[number]
-    old, new = 2 * number + 1, 2 * number + 2
-    context = (point, fault, ranks)
-    tags = {seen.tag for seen in ranks}
-    assert {seen.lives for seen in ranks} == {fault == SLOW}, context
-    if fault == SLOW:
-        assert {seen.outcome.kind for seen in ranks} == {""} and tags == {new}, context
-        return
-    assert tags <= ({old, new} if point.may_be_new else {old}) and len(tags) == 1, context
-    allowed = {"RankFailedError", "CoordinationTimeoutError", "CoordinationError"}
-    allowed |= {"InDoubtError"} if point.doubtful else set()
-    allowed |= {""} if tags == {new} else set()
-    for rank, seen in enumerate(ranks):
-        assert seen.outcome.kind in allowed, context
-        assert seen.outcome.seconds < ASYNC_BOUND_SECONDS, context
-        words = [f"rank {point.rank}", *(["the background process"] if rank == point.rank else [])]
-        assert not seen.outcome.kind or any(word in seen.outcome.message for word in words), context
-    if fault == STALLS and point.phase in ("writing", "committing"):
-        assert f"while {point.phase}" in ranks[point.rank].outcome.message, context

@@ -16,9 +16,9 @@ import pytest
 from dcp_core import api
 from tests.background_processes import is_running, wait_until
 from tests.core.async_jobs import checkpoint_directory
+from tests.core.background_fault_table import check_background_processes_in_trouble
 from tests.core.rank_fault_table import (
     Point,
-    check_background_processes_in_trouble,
     check_ranks_in_trouble,
 )
 

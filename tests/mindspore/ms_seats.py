@@ -11,8 +11,8 @@ import mindspore
 
 import dcp_mindspore
 from dcp_mindspore.adapter import MindSporeAdapter
-from tests.core.fault_jobs import PATIENT_SECONDS
-from tests.core.rank_fault_table import WatchedSeat, as_tensors, take_values
+from tests.core.fault_jobs import PATIENT_SECONDS, as_tensors, take_values
+from tests.core.rank_fault_table import WatchedSeat
 from tests.mindspore.ms_ranks import mindspore_rank
 
 _LEAVING_SECONDS = 2.0

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from tests.core.async_jobs import checkpoint_directory
+from tests.core.background_fault_table import check_background_processes_in_trouble
 from tests.core.firing import DIES, SLOW, STALLS, STOPPED
 from tests.core.rank_fault_table import (
     Point,
-    check_background_processes_in_trouble,
     check_ranks_in_trouble,
 )
 from tests.torch.torch_seats import HostedSeat, LaunchedSeat, TorchSeat, launcher

@@ -20,9 +20,9 @@ from torch.distributed import (  # type: ignore[attr-defined]  # torch lists no 
 import dcp_torch
 from dcp_torch.adapter import TorchAdapter
 from dcp_torch.broadcasts import TorchBroadcasts
-from tests.core.fault_jobs import PATIENT_SECONDS
+from tests.core.fault_jobs import PATIENT_SECONDS, as_tensors, take_values
 from tests.core.firing import Fuse
-from tests.core.rank_fault_table import WatchedSeat, as_tensors, take_values
+from tests.core.rank_fault_table import WatchedSeat
 from tests.torch.gloo_ranks import torch_rank
 
 _LEAVING_SECONDS = 1.0
