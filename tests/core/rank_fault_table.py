@@ -200,7 +200,7 @@ def _go_on(
     with seat.joined():
         tag = tag_in(seat, directory)
         seat.share()
-        seat.save(state_of(seat.rank, seat.world, LAST_TAG), checkpoint_id=directory)
+        save_soundly(seat, point.verb, directory, LAST_TAG)
         assert tag_in(seat, directory) == LAST_TAG
         seat.share()
     names = names_in(directory)
@@ -237,7 +237,7 @@ def check_ranks_in_trouble(
         before = 2 * len(point.faults) - 1
         for tag, names, expected in ends:
             assert tag in ((before, before + 1) if point.may_be_new else (before,)), (point, tag)
-            assert names == expected, point
+            assert names == expected, (point, names)
 
 
 def _check(
