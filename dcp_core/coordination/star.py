@@ -52,6 +52,8 @@ _PROBE_SECONDS = 0.001
 _TELLS_AFTER_SECONDS = 60.0
 """Until the coordinator says for whom it waits; then twice as long, and so on."""
 
+_STORE_HINT = "if a store carries it, see whether the process that hosts that has ended: rank 0, or the job's launcher"
+
 
 _log = logging.getLogger("dcp.coordination")
 
@@ -155,13 +157,14 @@ class Side(ABC):
     def own_failure(self, call: Call, error: BaseException, in_doubt: bool) -> DcpError:
         """What the channel's failure, or an interrupt, on this rank amounts to."""
         cause = safe_cause(error, self.rank)
+        hint = "" if isinstance(error, DcpError) else f"; {_STORE_HINT}"
         if in_doubt:
-            return InDoubtError(f"{call.in_doubt}: rank {self.rank}: {cause.kind}: {cause.message}", [cause])
+            return InDoubtError(f"{call.in_doubt}: rank {self.rank}: {cause.kind}: {cause.message}{hint}", [cause])
         if not isinstance(error, Exception) or isinstance(error, SaveCancelledError):
             return merge_errors([cause])
         return CoordinationError(
             f"rank {self.rank} lost the channel to the other ranks in exchange {call.stage}: "
-            f"{cause.kind}: {cause.message}",
+            f"{cause.kind}: {cause.message}{hint}",
             [cause],
         )
 

@@ -55,14 +55,15 @@ def judge(stage: str, frames: Mapping[int, Frame], world_size: int, timeout_seco
 
     Returns:
         The error that every rank raises, or None if all is well. Ranks in different stages come first, then what
-        ranks raised, then who is missing: once one has failed, the others are not waited for.
+        ranks raised, then who is missing: once one has failed, the others are waited for a moment only. Where ranks
+        failed to reach others, those that did not come within it are named as well.
     """
     causes = [_cause_in(rank, frames[rank]) for rank in sorted(frames) if frames[rank].kind is not FrameKind.PAYLOAD]
     if any(frame.label not in (frames[0].label, ANY_STAGE) for frame in frames.values()):
         return _stages_differ(frames, causes)
-    if causes:
-        return merge_errors(causes)
     missing = [rank for rank in range(world_size) if rank not in frames]
+    if causes:
+        return _with_missing(merge_errors(causes), stage, missing)
     return _missing(stage, missing, timeout_seconds) if missing else None
 
 
@@ -155,6 +156,16 @@ def _missing(stage: str, missing: Sequence[int], timeout_seconds: float) -> Coor
         "slow, pass a larger timeout_seconds",
         causes,
     )
+
+
+def _with_missing(failure: DcpError, stage: str, missing: Sequence[int]) -> DcpError:
+    """Name who did not come, too, where ranks failed to reach others: a broadcast does not tell for whom it waited."""
+    if not missing or type(failure) not in (CoordinationError, CoordinationTimeoutError):
+        return failure
+    text = f"had not come to exchange {stage} by then"
+    causes = [RankCause(rank, CoordinationTimeoutError.__name__, text) for rank in missing]
+    message = f"{failure.message}\n{name_ranks(missing)} {text}: see what became of them in their logs"
+    return type(failure)(message, [*causes, *failure.causes][:_CAUSES_SENT])
 
 
 def _stages_differ(frames: Mapping[int, Frame], causes: Sequence[RankCause]) -> ArgumentsDifferError:

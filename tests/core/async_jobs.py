@@ -17,7 +17,7 @@ from dcp_core import api
 from dcp_core.adapter import ProcessGroup
 from dcp_core.testing.numpy_ranks import NumpyRankAdapter, ShardedArray
 from tests.background_processes import check_none_left, mark
-from tests.core.fault_jobs import PATIENT_SECONDS, Outcome, Seat, memory_directory, outcome_of, poison_of, whole_tag
+from tests.core.fault_jobs import Outcome, Seat, memory_directory, outcome_of, poison_of, whole_tag
 from tests.core.random_states import poisoned
 
 Path_ = str | os.PathLike[str]
@@ -57,14 +57,8 @@ MODES = {
 
 def async_save(seat: Seat, state: Mapping[str, Any], directory: Path_ | None, **options: Any) -> api.AsyncSaveResponse:
     """Begin a save on all ranks of the job."""
-    given: dict[str, Any] = {
-        "adapter": NumpyRankAdapter(),
-        "process_group": seat.members,
-        "timeout_seconds": PATIENT_SECONDS,
-        "durable": False,
-        "checkpoint_id": directory,
-    }
-    return api.async_save(state, **given | options)
+    given: dict[str, Any] = {"durable": False, "checkpoint_id": directory}
+    return seat.async_save(state, **given | options)
 
 
 def async_outcome(seat: Seat, state: Mapping[str, Any], directory: Path_ | None, **options: Any) -> Outcome:

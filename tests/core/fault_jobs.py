@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
-from dcp_core.api import load, save
+from dcp_core import api
 from dcp_core.coordination.directory import DirectoryChannel
 from dcp_core.coordination.exchange import Exchange
 from dcp_core.coordination.frames import pack, unpack
@@ -36,8 +36,11 @@ _SHAPE = (12, 10)
 class Seat:
     """One rank of one of several jobs that share the processes of a `run_ranks`.
 
-    The processes are dealt out in order: with `world` 2, job 0 has processes 0 and 1, job 1 has 2 and 3.
+    The processes are dealt out in order: with `world` 2, job 0 has processes 0 and 1, job 1 has 2 and 3. These are
+    numpy ranks; a subclass makes ranks of another framework of them, and takes the same states.
     """
+
+    adapter: ClassVar[type[Any]] = NumpyRankAdapter
 
     context: RankContext
     job: int
@@ -57,14 +60,22 @@ class Seat:
         meeting = Exchange(self.rank, self.world, channel, key=f"meet-{self.job}", timeout_seconds=_MEETING_SECONDS)
         return unpack(meeting.run("meet", payload, compute=lambda payloads: pack(*payloads)))
 
+    @contextmanager
+    def joined(self) -> Iterator[None]:
+        """Be a rank of the job for a while."""
+        yield
+
     def save(self, state: Mapping[str, Any], **arguments: Any) -> None:
-        save(state, **self._given() | arguments)
+        api.save(state, **self._given() | arguments)
 
     def load(self, state: Mapping[str, Any], **arguments: Any) -> None:
-        load(state, **self._given() | arguments)
+        api.load(state, **self._given() | arguments)
+
+    def async_save(self, state: Mapping[str, Any], **arguments: Any) -> api.AsyncSaveResponse:
+        return api.async_save(state, **self._given() | arguments)
 
     def _given(self) -> dict[str, Any]:
-        return {"adapter": NumpyRankAdapter(), "process_group": self.members, "timeout_seconds": PATIENT_SECONDS}
+        return {"adapter": self.adapter(), "process_group": self.members, "timeout_seconds": PATIENT_SECONDS}
 
 
 @dataclass(frozen=True)
@@ -127,6 +138,31 @@ def poison_of(rank: int, world: int, dim: int = 0, *, own: bool = True) -> dict[
     if not own:
         del state["of"]
     return state
+
+
+def as_tensors(value: Any, tensor: Callable[[Any], Any], annotate: Callable[..., Any]) -> Any:
+    """A state of numpy ranks as that of another framework, in the same memory.
+
+    Args:
+        value: The state, or a part of it.
+        tensor: Makes a tensor over an array.
+        annotate: Notes on a tensor which part of a global one it is.
+    """
+    if isinstance(value, dict):
+        return {key: as_tensors(part, tensor, annotate) for key, part in value.items()}
+    if isinstance(value, ShardedArray):
+        (box,), (array,) = value.boxes, value.arrays
+        return annotate(tensor(array), offsets=box.offsets, global_shape=value.global_shape)
+    return tensor(value) if isinstance(value, np.ndarray) else value
+
+
+def take_values(state: Any, loaded: Any) -> None:
+    """Take over what is no memory from a state that `as_tensors` made and a load filled."""
+    for key, value in state.items():
+        if isinstance(value, dict):
+            take_values(value, loaded[key])
+        elif not isinstance(value, (ShardedArray, np.ndarray)):
+            state[key] = loaded[key]
 
 
 def same(left: Any, right: Any) -> bool:

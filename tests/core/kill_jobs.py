@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from dcp_core.convert.to_dcp import convert_to_dcp
 from dcp_core.errors import DcpError
 from dcp_core.execution.filesystem import FileSystemReader, FileSystemWriter
 from dcp_core.execution.huggingface import HuggingFaceReader
-from dcp_core.execution.interfaces import CheckpointId
 from dcp_core.storage.local import LocalStorage
 from dcp_core.testing.faults import FaultyOperations
 from dcp_core.testing.ranks import RankContext, RankProcessError, run_ranks
 from tests.core.async_jobs import async_save
 from tests.core.fault_jobs import Seat, state_of
+from tests.core.mortal_writer import MortalWriter
 
 OLD, NEW = 1, 2
 AT_ONCE = 8
@@ -25,24 +24,6 @@ SHARD_NBYTES = 300
 
 Work = Callable[[Seat, Path, int, Path], bool]
 """Works in a directory, from a source, and dies after an operation; True: all was done."""
-
-
-class MortalWriter(FileSystemWriter):
-    """A writer whose process dies after an operation, unless it is the process that made the save.
-
-    Args:
-        path: The checkpoint's directory.
-        kill_after: The operation, from 1.
-        spared: The process that it spares.
-    """
-
-    def __init__(self, path: CheckpointId | None = None, *, kill_after: int, spared: int) -> None:
-        self._fate = {"kill_after": kill_after, "spared": spared}
-        operations = FaultyOperations(kill_at=None if os.getpid() == spared else kill_after, kill_moment="after")
-        super().__init__(storage=LocalStorage("/nowhere" if path is None else os.fspath(path), operations))
-
-    def rebuild_arguments(self) -> Mapping[str, Any] | None:
-        return self._fate | {"path": self._directory.storage.describe().strip("'")}
 
 
 def mortal(directory: Path, number: int) -> LocalStorage:

@@ -1,164 +1,82 @@
-"""Where a rank can get into trouble in a call, and what kinds of trouble there are; tests say what must become of it.
-
-A `Fuse` goes off once, at one place of one rank. The place is a word and what it is done to: "put save/agree" is the
-moment before this rank posts a message of that exchange, "pwritev data" the one before it writes into a data file.
-"""
+"""Where a rank can get into trouble in a call, besides the places of files that `firing` has."""
 
 from __future__ import annotations
 
-import os
-import signal
-import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, TypeVar
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from dcp_core.adapter import KeyValueChannel, ProcessGroup
+from dcp_core.background.carriers import ProcessCarrier
+from dcp_core.background.task import PersistResult, PersistTask
 from dcp_core.coordination.exchange import Answers, Exchange
-from dcp_core.execution.filesystem import FileSystemReader, FileSystemWriter
 from dcp_core.planning.standard_load import StandardLoadPlanner
 from dcp_core.planning.standard_save import StandardSavePlanner
-from dcp_core.storage.local import LocalStorage
-from dcp_core.storage.operations import FileOperations
-from dcp_core.testing.numpy_broadcasts import NumpyBroadcasts
-from dcp_core.testing.numpy_ranks import NumpyRankAdapter
-from tests.background_processes import wait_until
-
-_Result = TypeVar("_Result")
-
-SLOW, STALLS, STOPPED, DIES = "is slow", "stalls", "is stopped", "dies"
-FAULTS = (SLOW, STALLS, STOPPED, DIES)
-SLOW_SECONDS = 0.3
-_LONGEST_SECONDS = 60.0
-
-
-class Scene:
-    """The files by which the ranks of a job say how one fault went.
-
-    Args:
-        directory: Beside the checkpoint; of one fault of one job.
-    """
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        directory.mkdir(parents=True, exist_ok=True)
-
-    def say(self, word: str, text: str = "") -> None:
-        unfinished = self.directory / f".{word}"
-        unfinished.write_text(text)
-        unfinished.rename(self.directory / word)
-
-    def heard(self, word: str) -> bool:
-        return (self.directory / word).exists()
-
-    def await_all(self, *words: str) -> None:
-        wait_until(lambda: all(map(self.heard, words)), f"{words} in {self.directory}", _LONGEST_SECONDS)
-
-    # -- in the process that gets into trouble ------------------------------------------------------------------------
-
-    def suffer(self, fault: str) -> None:
-        """Get into trouble. Who stalls or is stopped goes on when the others have seen enough of it."""
-        self.say("fired", str(os.getpid()))
-        if fault == SLOW:
-            time.sleep(SLOW_SECONDS)
-        elif fault == DIES:
-            os.kill(os.getpid(), signal.SIGKILL)
-        elif fault == STOPPED:
-            signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)  # another thread may take its time to get it
-        else:
-            self.await_all("go")
-
-    # -- in another one -----------------------------------------------------------------------------------------------
-
-    def release(self) -> None:
-        """Let it go on, whether it stalls or is stopped."""
-        self.say("go")
-        if self.heard("fired"):
-            os.kill(int((self.directory / "fired").read_text()), signal.SIGCONT)
-
-
-class Fuse:
-    """Goes off when its place is reached, once."""
-
-    def __init__(self) -> None:
-        self.stage = ""
-        self._where = ""
-        self._action: Callable[[], None] = lambda: None
-
-    def set(self, where: str, action: Callable[[], None]) -> None:
-        self._where, self._action = where, action
-
-    def reach(self, where: str) -> None:
-        if self._where == where:
-            self._where = ""
-            self._action()
-
-
-# -- places ---------------------------------------------------------------------------------------------------------
+from tests.core.firing import Fuse
 
 
 class FiringChannel:
-    """The channel of the ranks; "put" and "wait" name the exchange, or "broadcast"."""
+    """The channel of the ranks; "put" and "wait" name the exchange."""
 
     def __init__(self, channel: KeyValueChannel, fuse: Fuse) -> None:
         self._channel, self._fuse = channel, fuse
 
-    def _reach(self, word: str, name: str) -> None:
-        self._fuse.reach(f"{word} {'broadcast' if name.startswith('broadcast-') else self._fuse.stage}")
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._channel, name)
 
     def put(self, name: str, payload: bytes) -> None:
-        self._reach("put", name)
+        self._fuse.reach(f"put {self._fuse.stage}")
         self._channel.put(name, payload)
 
     def wait(self, name: str, timeout_seconds: float) -> bytes | None:
-        self._reach("wait", name)
+        self._fuse.reach(f"wait {self._fuse.stage}")
         return self._channel.wait(name, timeout_seconds)
 
     def delete(self, name: str) -> None:
         self._channel.delete(name)
 
 
-class FiringAdapter(NumpyRankAdapter):
-    """Numpy ranks that talk through a `FiringChannel`."""
+class FiringBroadcasts:
+    """The broadcasts of the ranks: "open broadcast", "start broadcast", and "wait broadcast" while one is under way."""
 
-    def __init__(self, fuse: Fuse) -> None:
-        super().__init__()
-        self._fuse = fuse
+    def __init__(self, broadcasts: Any, fuse: Fuse) -> None:
+        self._broadcasts, self._fuse = broadcasts, fuse
 
-    def process_group(self, group: Any = None, *, with_channel: bool = True) -> ProcessGroup:
-        found = super().process_group(group)
-        assert found.channel is not None
-        channel = FiringChannel(found.channel, self._fuse)
-        return replace(found, channel=channel, broadcasts=NumpyBroadcasts(channel, found.global_rank))
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._broadcasts, name)
 
-
-def kind_of_file(path: str) -> str:
-    name = os.path.basename(path)
-    for kind, mark in (("intent", ".intent-"), ("description", ".metadata"), ("objects", ".bytes")):
-        if mark in name:
-            return kind
-    return "data" if ".safetensors" in name else "directory"
+    def open(self, *args: Any, **kwargs: Any) -> Any:
+        self._fuse.reach("open broadcast")
+        return _FiringGroup(self._broadcasts.open(*args, **kwargs), self._fuse)
 
 
-class FiringOperations(FileOperations):
-    """Operations of the disk: "pwritev data", "rename description", "preadv objects", ..."""
+class _FiringGroup:
+    def __init__(self, group: Any, fuse: Fuse) -> None:
+        self._group, self._fuse = group, fuse
 
-    def __init__(self, fuse: Fuse) -> None:
-        self._fuse = fuse
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._group, name)
 
-    def perform(self, operation: str, path: str, action: Callable[[], _Result]) -> _Result:
-        self._fuse.reach(f"{operation} {kind_of_file(path)}")
-        return action()
+    def broadcast(self, wire: Any, source: int) -> Any:
+        self._fuse.reach("start broadcast")
+        return _FiringWork(self._group.broadcast(wire, source), self._fuse)
 
-    def preadv(self, descriptor: int, buffers: Sequence[memoryview | bytearray], offset: int) -> int:
-        self._fuse.reach(f"preadv {kind_of_file(os.readlink(f'/proc/self/fd/{descriptor}'))}")
-        return super().preadv(descriptor, buffers, offset)
+
+class _FiringWork:
+    def __init__(self, work: Any, fuse: Fuse) -> None:
+        self._work, self._fuse = work, fuse
+
+    def is_done(self) -> Any:
+        self._fuse.reach("wait broadcast")
+        return self._work.is_done()
+
+    def wait(self) -> None:
+        self._fuse.reach("wait broadcast")
+        self._work.wait()
 
 
 class FiringSavePlanner(StandardSavePlanner):
@@ -205,11 +123,26 @@ class FiringState:
 
 
 @contextmanager
-def watched_exchanges(fuse: Fuse) -> Iterator[None]:
-    """Tell a fuse of every exchange, and when the coordinator decides: "decide save/agree"."""
-    plain: Any = Exchange.run
+def watched_calls(adapter: type[Any], fuse: Fuse) -> Iterator[None]:
+    """Tell a fuse of what the calls of this process do.
 
-    def run(
+    These are the places of its channel and of its broadcasts, "decide save/agree", where the coordinator decides, and
+    "hand over", where a save goes to the background process.
+
+    Args:
+        adapter: Class of the framework's adapter.
+        fuse: It goes off in the thread that comes to its place.
+    """
+    process_group, exchange, hand_over = adapter.process_group, Exchange.run, ProcessCarrier.hand_over
+
+    def watched_group(self: Any, group: Any = None, *, with_channel: bool = True) -> ProcessGroup:
+        found: ProcessGroup = process_group(self, group, with_channel=with_channel)
+        if found.channel is None:
+            return found
+        broadcasts: Any = found.broadcasts and FiringBroadcasts(found.broadcasts, fuse)
+        return replace(found, channel=FiringChannel(found.channel, fuse), broadcasts=broadcasts)
+
+    def watched_exchange(
         self: Exchange,
         stage: str,
         payload: bytes = b"",
@@ -222,49 +155,14 @@ def watched_exchanges(fuse: Fuse) -> Iterator[None]:
             return b"" if compute is None else compute(payloads)
 
         fuse.stage = stage
-        found: bytes = plain(self, stage, payload, compute=decide, **more)
-        return found
+        return exchange(self, stage, payload, compute=decide, **more)
+
+    def watched_hand_over(carrier: ProcessCarrier, task: PersistTask) -> Callable[[], PersistResult]:
+        fuse.reach("hand over")
+        return hand_over(carrier, task)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Exchange, "run", run)
+        patch.setattr(adapter, "process_group", watched_group)
+        patch.setattr(Exchange, "run", watched_exchange)
+        patch.setattr(ProcessCarrier, "hand_over", watched_hand_over)
         yield
-
-
-def writer_over(directory: Path, fuse: Fuse) -> FileSystemWriter:
-    return FileSystemWriter(storage=LocalStorage(directory, FiringOperations(fuse)))
-
-
-def reader_over(directory: Path, fuse: Fuse) -> FileSystemReader:
-    return FileSystemReader(storage=LocalStorage(directory, FiringOperations(fuse)))
-
-
-# -- the table ------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Point:
-    """One place of one rank of a job.
-
-    Attributes:
-        verb: The call.
-        phase: What the call is at there.
-        where: The place.
-        rank: Who gets into trouble.
-        world: Ranks of the job.
-        doubtful: Whether the others wait for the coordinator's commit then.
-        harmless: Whether the others have no need of that rank any more.
-        may_be_new: Whether the new checkpoint may be complete afterwards.
-    """
-
-    verb: str
-    phase: str
-    where: str
-    rank: int
-    world: int
-    doubtful: bool = False
-    harmless: bool = False
-    may_be_new: bool = False
-
-    @property
-    def name(self) -> str:
-        return f"{self.verb} {self.where} {self.rank} of {self.world}".replace("/", "+")

@@ -36,7 +36,7 @@ WORLD = 2
 LARGER_WORLD = 4
 OLD, NEW, RETRY = 1, 2, 3
 
-JOBS_AT_ONCE = 10
+JOBS_AT_ONCE = 20
 PATIENCE_SECONDS = 3.0  # what the survivors wait for the dead
 
 

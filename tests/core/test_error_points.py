@@ -25,14 +25,9 @@ from dcp_core.execution.filesystem import FileSystemReader, FileSystemWriter
 from dcp_core.execution.huggingface import HuggingFaceReader
 from dcp_core.recipes.stored_source import StoredSource
 from dcp_core.storage.local import LocalStorage
-from dcp_core.testing.faults import FaultyOperations
+from dcp_core.testing.faults import FaultyOperations, OperationRecord
 from dcp_core.testing.ranks import RankContext, run_ranks
-from tests.core.fault_jobs import (
-    Seat,
-    memory_directory,
-    outcome_of,
-    state_of,
-)
+from tests.core.fault_jobs import Outcome, Seat, memory_directory, outcome_of, state_of
 
 pytestmark = pytest.mark.faults
 
@@ -43,9 +38,19 @@ MAY_FAIL = {"unlink", "touch", "fsync_directory", "rmdir"}
 """Operations of which some come after the commit, or only clean up."""
 
 
-@pytest.fixture
-def root() -> Iterator[Path]:
+@pytest.fixture(scope="module")
+def sources() -> Iterator[Path]:
     with memory_directory() as path:
+        _prepare_sources(path.resolve())
+        yield path.resolve()
+
+
+@pytest.fixture
+def root(sources: Path) -> Iterator[Path]:
+    """Where a test works: beside the checkpoints and weights that it works from."""
+    with memory_directory() as path:
+        for source in sources.iterdir():
+            (path / source.name).symlink_to(source)
         yield path.resolve()
 
 
@@ -125,6 +130,19 @@ def _values(work: str, place: Path) -> dict[str, bytes]:
     return {name: api.read(place, name).tobytes() for name in names}
 
 
+def check_point(
+    record: OperationRecord, error_number: int, outcome: Outcome, place: Path, before: dict[str, bytes] | None
+) -> None:
+    """What fails says so, and leaves what was there, byte for byte; what ends well although something failed, may."""
+    if not outcome.kind:
+        assert record.operation in MAY_FAIL, record
+        return
+    assert outcome.kind == "StorageError", (record, outcome)
+    assert f"[{errno.errorcode[error_number]}]" in outcome.message, (record, outcome)
+    assert str(place) in outcome.message, (record, outcome)
+    assert (contents_of(place) or {}) == (before or {}), (record, outcome)
+
+
 @pytest.mark.parametrize(
     ("work", "over"),
     [
@@ -135,33 +153,35 @@ def _values(work: str, place: Path) -> dict[str, bytes]:
 def test_whatever_operation_fails_in_whatever_way_what_was_there_stays_and_the_same_again_succeeds(
     root: Path, work: str, over: str | None
 ) -> None:
-    _prepare_sources(root)
+    """All ways of failing come one after another, over what is still there after the one before."""
     run, place, template = WORK[work], root / "place", root / "template"
     if over:
         WORK[over](root, OLD, template, FaultyOperations())
     run(root, NEW, root / "expected", FaultyOperations())
     expected = _values(work, root / "expected")
+
+    def start_anew() -> dict[str, bytes] | None:
+        shutil.rmtree(place, ignore_errors=True)
+        if over:
+            shutil.copytree(template, place)
+        return contents_of(place)
+
     fatal: set[str] = set()
     for number in itertools.count(1):
+        before = start_anew()
         for error_number in ERRORS:
-            shutil.rmtree(place, ignore_errors=True)
-            if over:
-                shutil.copytree(template, place)
-            before = contents_of(place)
             operations = FaultyOperations(fail_at=number, error_number=error_number)
             outcome = outcome_of(run, root, NEW, place, operations)
             if len(operations.log) < number:
                 assert not outcome.kind, outcome
                 assert {"create", "preallocate", "pwritev", "fsync", "close_written", "rename"} <= fatal
                 return
-            record = operations.log[number - 1]
-            if not outcome.kind:
-                assert record.operation in MAY_FAIL, record
+            check_point(operations.log[number - 1], error_number, outcome, place, before)
+            if outcome.kind:
+                fatal.add(operations.log[number - 1].operation)
             else:
-                fatal.add(record.operation)
-                assert outcome.kind == "StorageError", (record, outcome)
-                assert f"[{errno.errorcode[error_number]}]" in outcome.message, (record, outcome)
-                assert str(place) in outcome.message, (record, outcome)
-                assert (contents_of(place) or {}) == (before or {}), (record, outcome)
-                run(root, NEW, place, FaultyOperations())
-            assert _values(work, place) == expected, record
+                assert _values(work, place) == expected, operations.log[number - 1]
+            if not (over and outcome.kind):  # an empty directory may be left
+                before = start_anew()
+        run(root, NEW, place, FaultyOperations())
+        assert _values(work, place) == expected, number

@@ -405,6 +405,17 @@ def test_missing_ranks_are_named_with_the_deadline_on_all_that_came(missing: tup
     assert [cause.rank for cause in failure.causes] == list(missing)
 
 
+@pytest.mark.parametrize("kind", [CoordinationError, CoordinationTimeoutError])
+def test_who_did_not_come_is_named_beside_ranks_that_could_not_reach_others(kind: type[CoordinationError]) -> None:
+    """A broadcast that broke or took too long does not tell for whom it waited."""
+    results = Group(4).run(
+        lambda exchange: exchange.run("load/done", error=kind("nothing came"), compute=never), [0, 2]
+    )
+    failure = all_equal_errors(results, kind)
+    assert failure.message.startswith("ranks 0, 2: nothing came\nranks 1, 3 had not come to exchange load/done by then")
+    assert [cause.rank for cause in failure.causes] == [1, 3, 0, 2]
+
+
 def test_a_coordinator_that_waits_for_long_says_for_whom(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

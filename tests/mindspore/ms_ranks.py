@@ -83,8 +83,8 @@ def run_mindspore(
 
 
 @contextmanager
-def mindspore_rank(context: RankContext) -> Iterator[Any]:
-    """Be a rank of a job that meets in a TCPStore, until all ranks are done; gives the store."""
+def mindspore_rank(context: RankContext, *, leaving_seconds: float = _LEAVING_SECONDS) -> Iterator[Any]:
+    """Be a rank of a job that meets in a TCPStore, until all ranks are done, or for a while longer; gives the store."""
     import mindspore
 
     import dcp_mindspore
@@ -96,7 +96,7 @@ def mindspore_rank(context: RankContext) -> Iterator[Any]:
     try:
         yield store
     finally:
-        _leave_together(context)
+        _leave_together(context, leaving_seconds)
 
 
 def _start(context: RankContext, function: Callable[..., Any], args: tuple[Any, ...], start: str) -> Any:
@@ -139,11 +139,11 @@ def _meet(context: RankContext) -> Any:
     return TCPStore("127.0.0.1", int(file.read_text()), context.world_size, is_master=False, timeout=seconds)
 
 
-def _leave_together(context: RankContext) -> None:
+def _leave_together(context: RankContext, seconds: float = _LEAVING_SECONDS) -> None:
     """Wait a while for the other ranks: the store lives in rank 0."""
     directory: Path = context.channel_directory
     (directory / f"leaves-{context.rank}").touch()
-    _await(lambda: all((directory / f"leaves-{rank}").exists() for rank in range(context.world_size)), _LEAVING_SECONDS)
+    _await(lambda: all((directory / f"leaves-{rank}").exists() for rank in range(context.world_size)), seconds)
 
 
 def _await(condition: Callable[[], bool], seconds: float) -> None:

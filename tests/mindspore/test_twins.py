@@ -61,6 +61,7 @@ TWINS: dict[str, tuple[str, ...] | str] = {
     "test_object_store_torch": IN_CORE,
     "test_offline_transform": ("test_offline_transform",),
     "test_ragged": ("test_describers",),
+    "test_rank_faults_torch": ("test_rank_faults_mindspore",),
     "test_remote_channel": ("test_channel",),
     "test_reshard": ("test_reshard", "test_jobs"),
     "test_sharding": NO_DTENSOR,

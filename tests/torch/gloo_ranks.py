@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed import FileStore  # type: ignore[attr-defined]  # torch lists no exports
+from torch.distributed import FileStore, Store  # type: ignore[attr-defined]  # torch lists no exports
 
 from dcp_core.testing import ranks
 from dcp_core.testing.ranks import RankContext, RankProcessError, run_ranks
@@ -131,13 +131,20 @@ def _start(
 
 
 @contextlib.contextmanager
-def torch_rank(context: RankContext, store: str | None, backend: str | None = None) -> Iterator[TorchRank]:
+def torch_rank(
+    context: RankContext,
+    store: str | Store | None,
+    backend: str | None = None,
+    *,
+    leaving_seconds: float = _LEAVING_SECONDS,
+) -> Iterator[TorchRank]:
     """Make a process of `run_ranks` a torch rank, for as long as the context lasts.
 
     Args:
         context: Which rank.
-        store: The file through which the ranks meet; None: no process group is made.
+        store: The file through which the ranks meet, or a store; None: no process group is made.
         backend: What to initialise; by default what `DCP_TEST_DEVICE` asks for.
+        leaving_seconds: How long to wait at the end for others that have not left.
     """
     torch.set_num_threads(1)
     device = local_device(context.rank)
@@ -149,7 +156,7 @@ def torch_rank(context: RankContext, store: str | None, backend: str | None = No
     if store is None:
         yield rank
         return
-    meeting = FileStore(store, rank.world_size)
+    meeting = FileStore(store, rank.world_size) if isinstance(store, str) else store
     dist.init_process_group(
         chosen,
         store=meeting,
@@ -161,14 +168,14 @@ def torch_rank(context: RankContext, store: str | None, backend: str | None = No
     try:
         yield rank
     finally:
-        _leave_together(meeting, rank.world_size)
+        _leave_together(meeting, rank.world_size, leaving_seconds)
         if dist.is_initialized():
             dist.destroy_process_group()
 
 
-def _leave_together(store: FileStore, world_size: int) -> None:
+def _leave_together(store: Store, world_size: int, seconds: float = _LEAVING_SECONDS) -> None:
     """Wait a while for the other ranks: one may still be connecting within a group that this one has made."""
-    deadline = time.monotonic() + _LEAVING_SECONDS
+    deadline = time.monotonic() + seconds
     came = store.add("ranks that leave", 1)
     while came < world_size and time.monotonic() < deadline:
         time.sleep(0.005)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
-import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,20 +18,16 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 import dcp_torch as dcp
-from dcp_core.testing.ranks import RankContext, run_ranks
-from tests.core.async_jobs import checkpoint_directory
+from dcp_core.testing.ranks import RankContext
 from tests.core.fault_jobs import PATIENT_SECONDS, Seat
-from tests.core.soak import KEEP, KEEP_EVERY, Soak
-from tests.core.soak_events import DECK, QUIET, Event, chosen_count, chosen_seed, events
+from tests.core.soak import KEEP, KEEP_EVERY
+from tests.core.soak_events import Event
 from tests.core.soak_faults import Fateful
 from tests.core.soak_numpy import number_in
-from tests.core.soak_vitals import MOST_GROWTH_NBYTES, Vitals, check_flat, table_of
+from tests.core.soak_runs import WORLD, Found, check_deck, check_long, soak_directory, soak_on
 from tests.torch.gloo_ranks import torch_rank
 from tests.torch.states import assert_same_leaf, poison, shard, values, whole
 
-WORLD = 4
-_YOUNG_GROWTH_NBYTES = 32 << 20
-"""A short soak is warm-up for the most part."""
 REMEMBERED = 40
 """So many saves back the values are known: no older checkpoint is ever looked at."""
 
@@ -133,39 +126,21 @@ def _copied(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else value
 
 
-def _soak(
-    context: RankContext, root: Path, store: Path, seed: int, count: int, looks: tuple[int, ...]
-) -> tuple[list[Vitals], dict[str, int]]:
-    os.environ["TMPDIR"] = tempfile.tempdir = str(root.with_name("temporary"))
-    seat = Seat.of(context)
-    with torch_rank(context, str(store)):
-        soak = Soak(seat, TorchStage(seat, root), root)
-        soak.run(events(seed, count, seat.world), lambda number: number in looks)
-    return soak.vitals, soak.counts
+def _soak(context: RankContext, root: Path, seed: int, count: int, looks: tuple[int, ...]) -> Found:
+    with torch_rank(context, str(root.with_name("store"))):
+        return soak_on(Seat.of(context), TorchStage, root, seed, count, looks)
 
 
 @pytest.fixture
 def root() -> Iterator[Path]:
-    with checkpoint_directory() as path:
-        path.with_name("temporary").mkdir()
+    with soak_directory() as path:
         yield path
-
-
-def _run(root: Path, seed: int, count: int, looks: tuple[int, ...], seconds: float, most_growth_nbytes: int) -> None:
-    sys.stdout.write(f"DCP_SOAK_SEED={seed} DCP_SOAK_EVENTS={count} does the same again\n")
-    found = run_ranks(
-        _soak, WORLD, root, root.with_name("store"), seed, count, looks, timeout_seconds=seconds
-    )  # fmt: skip
-    sys.stdout.write("".join(f"{number:4} {name}\n" for name, number in sorted(found[0][1].items())))
-    sys.stdout.write(table_of([vitals for vitals, _ in found]) + "\n")
-    check_flat([vitals for vitals, _ in found], most_growth_nbytes)
 
 
 @pytest.mark.faults
 @pytest.mark.timeout(150)
 def test_a_deck_of_faults_leaves_every_value_of_a_training_right_and_nothing_behind(root: Path) -> None:
-    count = len(QUIET) + len(DECK)
-    _run(root, chosen_seed(2), count, (count // 2, count), 120, _YOUNG_GROWTH_NBYTES)
+    check_deck(_soak, root, 2)
 
 
 @pytest.mark.soak
@@ -173,15 +148,4 @@ def test_a_deck_of_faults_leaves_every_value_of_a_training_right_and_nothing_beh
 def test_a_training_that_saves_and_loads_two_hundred_times_with_faults_goes_on_right(
     root: Path, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    if "soak" not in request.config.option.markexpr:
-        pytest.skip("takes minutes; `nox -s soak` runs it")
-    count = chosen_count(200)
-    with capsys.disabled():
-        _run(
-            root,
-            chosen_seed(Random().randrange(10**6)),
-            count,
-            (*range(80, count, 40), count),
-            3000,
-            MOST_GROWTH_NBYTES,
-        )
+    check_long(_soak, root, 200, 80, request, capsys)
