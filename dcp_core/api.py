@@ -14,6 +14,7 @@ import numpy.typing as npt
 from dcp_core import __version__
 from dcp_core.adapter import Adapter, AdapterSet, ProcessGroup, StateRules, rendezvous_address
 from dcp_core.arguments import (
+    check_adapter,
     check_async,
     check_broadcast,
     check_comparable,
@@ -345,6 +346,7 @@ def _job(
     adapter: Adapter | None, group: Any, no_dist: bool, use_collectives: bool, rules: StateRules | None
 ) -> tuple[Job, BaseException | None]:
     """Find the group; what goes wrong with it on this rank alone cannot be told to others, and is raised."""
+    check_adapter(adapter)
     chosen: Adapter = NumpyAdapter() if adapter is None else adapter
     no_dist, use_collectives = is_flag(no_dist, True), not is_flag(use_collectives, False)
     collectives = use_collectives and not no_dist
@@ -356,6 +358,9 @@ def _job(
     if chosen.name not in {other.name for other in adapters.adapters}:
         adapters = AdapterSet((chosen, *adapters.adapters), adapters.describers, adapters.declined)
     framework = (chosen.name, chosen.version)
+    if rules is not None and not isinstance(rules, StateRules):
+        failed = failed or ArgumentError(f"rules must be StateRules, found {rules!r}")
+        rules = None
     return Job(adapters, found, framework, collectives, rules or StateRules()), failed
 
 

@@ -29,6 +29,61 @@ def checked_kind(value: Any, kind: type[Any], name: str) -> Any:
     return value
 
 
+def check_adapter(adapter: object) -> None:
+    """See that something is an adapter, or None.
+
+    Raises:
+        ArgumentError: It is not.
+    """
+    if adapter is not None and (isinstance(adapter, type) or not callable(getattr(adapter, "process_group", None))):
+        raise ArgumentError(
+            f"adapter must be an Adapter, as dcp_core.plugins.adapter_named('torch') gives one, found {adapter!r}"
+        )
+
+
+def check_path(path: object, name: str) -> None:
+    """See that something is a path.
+
+    Args:
+        path: What was given.
+        name: What the argument is called.
+
+    Raises:
+        ArgumentError: It is not.
+    """
+    if not isinstance(path, (str, os.PathLike)) or not isinstance(os.fspath(path), str) or "\0" in os.fspath(path):
+        raise ArgumentError(f"{name} must be a path, found {path!r}")
+
+
+def check_callable(function: object, name: str, arguments: str) -> None:
+    """See that something is a function, or None.
+
+    Args:
+        function: What was given.
+        name: What the argument is called.
+        arguments: What it is called with, in words.
+
+    Raises:
+        ArgumentError: It is not.
+    """
+    if function is not None and not callable(function):
+        raise ArgumentError(f"{name} must be a function of {arguments}, found {function!r}")
+
+
+def check_wait(timeout: object, name: str = "timeout") -> None:
+    """See that a time to wait is a number of seconds, 0 or more, or None: as long as it takes.
+
+    Raises:
+        ArgumentError: It is neither.
+    """
+    is_number = isinstance(timeout, (int, float, np.integer, np.floating)) and not isinstance(timeout, bool)
+    if timeout is not None and not (is_number and 0 <= timeout <= _LONGEST_SECONDS):  # type: ignore[operator]
+        raise ArgumentError(
+            f"{name} must be a number of seconds from 0 to {_LONGEST_SECONDS:g}, or None to wait as long as it takes, "
+            f"found {timeout!r}"
+        )
+
+
 def check_place(checkpoint_id: object, storage: object) -> None:
     """See that something says where the checkpoint is.
 

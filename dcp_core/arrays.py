@@ -19,7 +19,8 @@ from dcp_core.adapter import ProcessGroup
 from dcp_core.box import Box, slices
 from dcp_core.dtype import DType, Kind, numpy_dtype
 from dcp_core.errors import ArgumentError, DTypeMismatchError, UnsupportedValueError
-from dcp_core.planning.leaves import LocalTensor, whole_shape, whole_tensor
+from dcp_core.planning.leaves import HOST_MEMORY, LocalTensor, MemoryRange, whole_shape, whole_tensor
+from dcp_core.planning.target_memory import range_of
 
 Array = npt.NDArray[Any]
 
@@ -60,6 +61,15 @@ class ArrayAccess:
 
     def transfers(self, view: Array) -> None:
         """None: arrays lie in host memory."""
+
+    def memory_range(self, view: Array) -> MemoryRange:
+        """Where the elements lie."""
+        nbytes = view.nbytes
+        if view.flags.c_contiguous:
+            start: int = view.__array_interface__["data"][0]
+            return HOST_MEMORY, start, start + nbytes, True
+        start, stop = range_of(view)
+        return HOST_MEMORY, start, stop, stop - start == nbytes
 
     def copy_into(self, view: Array, bits: Array, source_dtype: DType) -> None:
         """Write elements into the array, converting by `convert`.

@@ -54,7 +54,10 @@ class Box:
         >>> Box.whole((3, 4))
         Box(offsets=(0, 0), sizes=(3, 4))
         """
-        return cls((0,) * len(shape), tuple(shape))
+        try:
+            return cls((0,) * len(shape), tuple(shape))
+        except TypeError as error:
+            raise ArgumentError(f"a shape is a sequence of integers: got {shape!r}") from error
 
     @property
     def ndim(self) -> int:

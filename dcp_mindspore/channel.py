@@ -56,10 +56,15 @@ class StoreGroup:
     ranks: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        ranks = tuple(range(self.world_size)) if self.ranks is None else tuple(self.ranks)
-        object.__setattr__(self, "ranks", ranks)
         if not isinstance(self.store, TCPStore):
             raise ArgumentError(f"a StoreGroup needs a mindspore.mint.distributed.TCPStore, found {self.store!r}")
+        for name in ("rank", "world_size"):
+            if not isinstance(getattr(self, name), int):
+                raise ArgumentError(f"{name} must be a whole number, found {getattr(self, name)!r}")
+        if self.ranks is not None and not isinstance(self.ranks, Sequence):
+            raise ArgumentError(f"ranks must be numbers of ranks in the job, or None, found {self.ranks!r}")
+        ranks = tuple(range(self.world_size)) if self.ranks is None else tuple(self.ranks)
+        object.__setattr__(self, "ranks", ranks)
         if len(set(ranks)) != self.world_size or not 0 <= self.rank < self.world_size:
             raise ArgumentError(
                 f"a StoreGroup of {self.world_size} ranks has rank {self.rank} and the ranks {ranks}: ranks are "

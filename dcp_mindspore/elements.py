@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +23,7 @@ from dcp_core.arrays import ArrayAccess, convert
 from dcp_core.box import Box, slices
 from dcp_core.dtype import DTYPES, DType, dtype_named
 from dcp_core.errors import UnsupportedValueError
-from dcp_core.planning.leaves import TensorAccess
+from dcp_core.planning.leaves import MemoryRange, TensorAccess
 
 Bits = npt.NDArray[Any]
 
@@ -233,6 +234,14 @@ class DeviceAccess:
         if 0 in view.tensor.stride() and 0 not in view.tensor.shape:
             return "its elements share memory, as in an expanded tensor; load into a copy of it"
         return None
+
+    def memory_range(self, view: DeviceView) -> MemoryRange | None:
+        """Where the elements lie; None for a part of a tensor, and for one that is not contiguous."""
+        tensor = view.tensor
+        address = int(tensor.data_ptr())
+        if not address or not view.is_whole or not tensor.is_contiguous():
+            return None
+        return str(tensor.device), address, address + math.prod(tensor.shape) * dtype_of(tensor.dtype).itemsize, True
 
     def transfers(self, view: DeviceView) -> None:
         """None: copies from and to MindSpore's devices block."""

@@ -25,8 +25,8 @@ def latest_checkpoint(
     """Find the newest complete checkpoint in a directory of checkpoints; every rank of the group calls.
 
     The newest is the one whose name ends with the highest number (``step_100`` comes after ``step_20``). Directories
-    that hold no complete checkpoint are passed over, each with a warning that says why; `survey_checkpoints` gives the
-    reasons as values. Links are not followed.
+    that hold no complete checkpoint, or that this user may not read, are passed over, each with a warning that says
+    why; `survey_checkpoints` gives the reasons as values. Links are not followed.
 
     Args:
         root: The directory whose directories are checkpoints, as a path or URL.

@@ -13,6 +13,7 @@ from typing import Any
 
 from mindspore import build_searched_strategy
 
+from dcp_core.arguments import check_path
 from dcp_core.errors import CorruptError, NotFoundError
 
 _LAYOUTS = "parallel_layout_item"
@@ -31,9 +32,11 @@ def read_strategy(path: str | os.PathLike[str]) -> dict[str, Any]:
         the stage, as "1-fc.weight".
 
     Raises:
+        ArgumentError: That is no path.
         NotFoundError: There is no such file.
         CorruptError: It is no strategy file.
     """
+    check_path(path, "path")
     place = Path(path)
     if not place.is_file():
         raise NotFoundError(f"there is no strategy file {str(place)!r}")

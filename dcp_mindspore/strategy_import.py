@@ -16,6 +16,7 @@ import numpy as np
 
 from dcp_core import api
 from dcp_core.adapter import StateRules
+from dcp_core.arguments import check_callable, check_path, check_place
 from dcp_core.arrays import ArrayAccess
 from dcp_core.box import Box
 from dcp_core.dtype import DTYPES, DType
@@ -61,20 +62,46 @@ def import_checkpoint(
 
     Raises:
         NotFoundError: No rank's directory or file is there, or no strategy file.
-        ArgumentError: A directory holds several files that could be meant.
+        ArgumentError: A directory holds several files that could be meant; or an argument that makes no sense.
         FormatError: A file is damaged.
         PlanningError: The files and the strategy contradict each other, or pieces are missing.
     """
-    layouts = read_strategy(strategy) if isinstance(strategy, (str, os.PathLike)) else dict(strategy or {})
+    check_path(source, "source")
+    check_place(checkpoint_id, None)
+    check_callable(rename, "rename", "a parameter's name")
+    if not isinstance(file_suffix, str):
+        raise ArgumentError(f"file_suffix must be what the wanted file's name ends with, found {file_suffix!r}")
+    layouts = _layouts_of(strategy)
     found = _Pieces(layouts)
     for rank, file in _files_of_ranks(Path(source), file_suffix):
         found.add(rank, file)
     tensors = found.tensors()
-    state = {(rename or str)(name): None for name in tensors}
+    state = {_renamed(rename, name): None for name in tensors}
     if len(state) != len(tensors):
         raise ArgumentError(f"rename= gives {len(tensors)} parameters only {len(state)} different keys")
     rules = _Imported(tuple(tensors.values()))
     return api.save(state, checkpoint_id=os.fspath(checkpoint_id), rules=rules, durable=durable)
+
+
+def _layouts_of(strategy: object) -> dict[str, Any]:
+    if isinstance(strategy, (str, os.PathLike)):
+        return read_strategy(strategy)
+    if strategy is not None and not isinstance(strategy, Mapping):
+        raise ArgumentError(f"strategy must be a strategy file's path, or layouts by name, found {strategy!r}")
+    others = [name for name in strategy or () if not isinstance(name, str)]
+    if others:
+        raise ArgumentError(f"strategy maps names of parameters to layouts, found {others[0]!r} among the names")
+    return dict(strategy or {})
+
+
+def _renamed(rename: Callable[[str], str] | None, name: str) -> str:
+    try:
+        found = name if rename is None else rename(name)
+    except Exception as error:
+        raise ArgumentError(f"rename failed for {name!r}: {type(error).__name__}: {error}") from error
+    if not isinstance(found, str):
+        raise ArgumentError(f"rename gives {found!r} for {name!r}; expected a name")
+    return found
 
 
 class _Imported(StateRules):

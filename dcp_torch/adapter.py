@@ -14,7 +14,7 @@ import torch
 from dcp_core.adapter import ProcessGroup
 from dcp_core.box import Box, slices
 from dcp_core.dtype import DType
-from dcp_core.planning.leaves import DeviceTransfers, LocalTensor
+from dcp_core.planning.leaves import DeviceTransfers, LocalTensor, MemoryRange
 from dcp_torch import channel, elements
 from dcp_torch.describers import describe_tensor
 from dcp_torch.laid_out import describe_laid_out, layout_of
@@ -65,6 +65,10 @@ class TorchAdapter:
     def transfers(self, view: torch.Tensor) -> DeviceTransfers | None:
         """How parts of a tensor on an accelerator travel to and from page-locked memory; None for host tensors."""
         return transfers_of(view)
+
+    def memory_range(self, view: torch.Tensor) -> MemoryRange | None:
+        """Where the elements of a view lie, on any device."""
+        return elements.memory_range(view)
 
     def process_group(self, group: Any = None, *, with_channel: bool = True) -> ProcessGroup:
         """The group of this process: `group`, or the job's default one, or a group of one.

@@ -15,6 +15,7 @@ import torch
 
 from dcp_core.dtype import DTYPES, DType, dtype_named
 from dcp_core.errors import UnsupportedValueError
+from dcp_core.planning.leaves import HOST_MEMORY, MemoryRange
 
 _OF_TORCH: dict[torch.dtype, DType] = {
     getattr(torch, dtype.name): dtype for dtype in DTYPES if isinstance(getattr(torch, dtype.name, None), torch.dtype)
@@ -154,6 +155,25 @@ def contiguous_identity(tensor: torch.Tensor, shape: tuple[int, ...]) -> Hashabl
         shape: Its shape.
     """
     return (tensor.device, tensor.data_ptr(), shape, None, tensor.dtype, False, False)
+
+
+def memory_range(tensor: torch.Tensor) -> MemoryRange | None:
+    """Where the elements of a tensor lie; None for one that has no address.
+
+    >>> rows = torch.zeros(4, 6)
+    >>> space, start, stop, is_dense = memory_range(rows[1:3])
+    >>> space, start - rows.data_ptr(), stop - start, is_dense
+    ('host', 24, 48, True)
+    """
+    start, nbytes = tensor.data_ptr(), tensor.nbytes
+    if not start:
+        return None
+    space: Hashable = HOST_MEMORY if tensor.is_cpu else tensor.device
+    if tensor.is_contiguous():
+        return space, start, start + nbytes, True
+    reach = sum([(size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)])
+    stop = start + (reach + 1) * tensor.itemsize
+    return space, start, stop, stop - start == nbytes
 
 
 def writable_problem(tensor: torch.Tensor) -> str | None:

@@ -21,6 +21,7 @@ from dcp_core.convert.to_dcp import convert_to_dcp
 from dcp_core.convert.to_huggingface import ConversionReport, HuggingFaceConversion
 from dcp_core.dtype import DType
 from dcp_core.errors import ArgumentError, CorruptError, IncompleteError, NotFoundError
+from dcp_core.execution.checkpoint_place import local_path
 from dcp_core.execution.interfaces import CheckpointId, StorageReader
 from dcp_core.formats.cuts import Cut
 from dcp_core.formats.key_map import KeyMap
@@ -261,10 +262,12 @@ def load_full_checkpoint(path: str) -> Mapping[Any, Any]:
         path: A file, or a directory with `pytorch_model.bin`, or with its index and what that names.
 
     Raises:
+        ArgumentError: That is no path.
         NotFoundError: There is no such file.
         UntrustedObjectError: It needs classes that nobody allowed.
         CorruptError: It is damaged, or holds no state.
     """
+    path = local_path(path)
     if not os.path.isdir(path):
         return _load_file(path)
     if os.path.exists(os.path.join(path, _BIN_NAME)):

@@ -13,6 +13,7 @@ import torch
 from dcp_core import plugins
 from dcp_core.box import Box, flat_range_to_boxes
 from dcp_core.errors import ArgumentError, UnsupportedValueError
+from dcp_core.planning.chunk_info import counts
 from dcp_core.planning.leaves import LocalTensor, TensorAccess
 from dcp_torch.annotate import ChunkInfo
 from dcp_torch.elements import dtype_of, storage_identity
@@ -41,7 +42,7 @@ def describe_parts(
         ragged: Whether the cuts change from save to save.
 
     Raises:
-        ArgumentError: A part that is no pair of a tensor and where it starts.
+        ArgumentError: A part that is no pair of a tensor and where it starts, a shape, dtype or ranks that are none.
         UnsupportedValueError: A part that does not lie in the global tensor, has another dtype, or no plain memory.
 
     >>> half = torch.zeros(2, 6)
@@ -50,17 +51,21 @@ def describe_parts(
     >>> describe_parts([(torch.zeros(9), (3,))], global_shape=(4, 6)).boxes
     (Box(offsets=(0, 3), sizes=(1, 3)), Box(offsets=(1, 0), sizes=(1, 6)))
     """
+    if not isinstance(parts, Sequence):
+        raise ArgumentError(f"parts must be a sequence of pairs (torch tensor, start), found {parts!r}")
     for part in parts:
         _check_part(part)
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise ArgumentError(f"dtype must be a torch.dtype, found {dtype!r}")
+    shape = counts("global_shape", global_shape)
+    ranks = None if replica_ranks is None else counts("replica_ranks", replica_ranks)
     if dtype is None:
         if not parts:
             raise UnsupportedValueError("a rank that holds no part of a tensor must tell its dtype: pass dtype=")
         dtype = parts[0][0].dtype
-    ranks = None if replica_ranks is None else tuple(replica_ranks)
     memories = [plain_memory(tensor) for tensor, _ in parts]
     boxes: list[Box] = []
     views: list[torch.Tensor] = []
-    shape = tuple(global_shape)
     for memory, (_, offsets) in zip(memories, parts, strict=True):
         if memory.dtype != dtype:
             raise UnsupportedValueError(f"the parts of one tensor have the dtypes {dtype} and {memory.dtype}")

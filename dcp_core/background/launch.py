@@ -6,12 +6,15 @@ nothing but its end of the control socket, sees no devices and keeps numerical l
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
+import stat
 import subprocess
 import sys
 import sysconfig
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib.machinery import PathFinder
@@ -23,6 +26,8 @@ LOG_DIRECTORY_VARIABLE = "DCP_BACKGROUND_LOG_DIR"
 
 _LOGGER = logging.getLogger("dcp.background")
 _LAST_WORDS_NBYTES = 4096
+_LOG_PREFIX, _LOG_SUFFIX = "dcp-background-", ".log"
+_LOCKED_WITHIN_SECONDS = 60.0
 _PROGRAM = "import sys; sys.path[:] = {path}; from dcp_core.background.child import main; main{arguments}"
 _ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 _NO_DEVICES = (
@@ -39,7 +44,9 @@ _FILES = ("DCP_TRACE",)
 class ProcessLog:
     """The file that takes what the process prints; the process removes it when it ends well.
 
-    It lies in `DCP_BACKGROUND_LOG_DIR`, else with temporary files. Where neither can be written it is memory.
+    It lies in `DCP_BACKGROUND_LOG_DIR`, else with temporary files. Where neither can be written it is memory. A process
+    that is killed together with its trainer leaves it: the next one removes it, where it is empty. Who lives holds a
+    lock on its own, the process by the descriptor that it inherits.
 
     Attributes:
         path: Where it is; empty for memory.
@@ -51,7 +58,10 @@ class ProcessLog:
         try:
             directory = os.path.abspath(directory or tempfile.gettempdir())
             os.makedirs(directory, exist_ok=True)
-            self.descriptor, self.path = tempfile.mkstemp(".log", f"dcp-background-{os.getpid()}-", directory)
+            remove_left_logs(directory)
+            self.descriptor, self.path = tempfile.mkstemp(_LOG_SUFFIX, f"{_LOG_PREFIX}{os.getpid()}-", directory)
+            with suppress(OSError):  # a file system without locks: then it may be taken for left behind
+                fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             _LOGGER.warning("no log file for the background process: %s", error)
             self.descriptor, self.path = os.memfd_create("dcp-background.log", os.MFD_CLOEXEC), ""
@@ -73,6 +83,36 @@ class ProcessLog:
         descriptor, self.descriptor = self.descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
+
+
+def remove_left_logs(directory: str) -> None:
+    """Remove empty logs of this user that nobody holds any more; never raises.
+
+    Args:
+        directory: Where logs lie. One that is younger than a minute may be about to be locked, and stays.
+    """
+    with suppress(OSError), os.scandir(directory) as entries:
+        for entry in entries:
+            if entry.name.startswith(_LOG_PREFIX) and entry.name.endswith(_LOG_SUFFIX):
+                with suppress(OSError):
+                    _remove_if_left(entry)
+
+
+def _remove_if_left(entry: os.DirEntry[str]) -> None:
+    if not _may_be_left(entry.stat(follow_symlinks=False)):
+        return
+    descriptor = os.open(entry.path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if _may_be_left(os.fstat(descriptor)):
+            os.unlink(entry.path)
+    finally:
+        os.close(descriptor)
+
+
+def _may_be_left(found: os.stat_result) -> bool:
+    is_ours = stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid()
+    return is_ours and not found.st_size and time.time() - found.st_mtime > _LOCKED_WITHIN_SECONDS
 
 
 def start_interpreter(

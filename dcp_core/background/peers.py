@@ -6,7 +6,7 @@ In: a writer that points at the checkpoint. Out: the channel to the other ranks 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from dcp_core.adapter import KeyValueChannel, drain
 from dcp_core.background.cancellation import Cancellation
@@ -103,8 +103,18 @@ def channel_to_peers(
         committed = True
     finally:
         mailbox.close(committed=committed)
+        if not committed:
+            _remove_new_directories(writer, mailbox)
         if board is not None:
             drain(board, _DRAIN_SECONDS)
+
+
+def _remove_new_directories(writer: StorageWriter, mailbox: Mailbox) -> None:
+    """Let a writer remove what directories it made for a save that was taken back: the mailbox was there until now."""
+    remove: Callable[[], None] | None = getattr(writer, "remove_new_directories", None)
+    with suppress(Exception):
+        if remove is not None and not mailbox.is_open:
+            remove()
 
 
 def is_committed(writer: StorageWriter, save_id: str, rank: int | None = None) -> bool:
@@ -129,7 +139,9 @@ def begin(writer: StorageWriter, save_id: str, rank: int | None, *, with_mailbox
 
 def abandon(writer: StorageWriter, save_id: str) -> None:
     """Take back what `begin` did."""
-    abort_quietly(writer)
-    folder = writer.open_mailbox(save_id)
-    if folder is not None:
-        folder.remove()
+    try:
+        folder = writer.open_mailbox(save_id)
+        if folder is not None:
+            folder.remove()
+    finally:  # last, as what it made it removes only where nothing is left in it
+        abort_quietly(writer)

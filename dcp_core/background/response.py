@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 
+from dcp_core.arguments import check_wait
 from dcp_core.errors import CoordinationError, DcpError, RankFailedError, SaveCancelledError
 from dcp_core.metadata import Metadata
 
@@ -104,8 +105,10 @@ class AsyncSaveResponse:
 
         Raises:
             TimeoutError: It takes longer; the save goes on.
+            ArgumentError: `timeout` is no number of seconds.
             DcpError: The save failed, on all ranks alike.
         """
+        check_wait(timeout)
         return self.persist_completion.result(timeout)
 
     def cancel(self) -> bool:

@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from dcp_core.arguments import check_wait
 from dcp_core.background.arena import Arena
 from dcp_core.background.process import BackgroundProcess
 from dcp_core.background.response import SaveFuture
@@ -152,9 +153,11 @@ def wait_all(timeout: float | None = None) -> None:
 
     Raises:
         TimeoutError: One takes longer; it goes on.
+        ArgumentError: `timeout` is no number of seconds.
         CoordinationError: Called in a callback.
         DcpError: The last one failed, and nobody has seen it yet.
     """
+    check_wait(timeout)
     latest = service().latest
     if latest is None:
         return

@@ -164,7 +164,7 @@ def floating_dtype(name: str) -> DType:
     Raises:
         ArgumentError: There is no such type.
     """
-    found = BY_NAME.get(name)
+    found = BY_NAME.get(name) if isinstance(name, str) else None
     if found is None or found.kind is not Kind.FLOAT:
         known = ", ".join(dtype.name for dtype in BY_NAME.values() if dtype.kind is Kind.FLOAT)
         raise ArgumentError(f"dtype={name!r}: expected one of {known}")

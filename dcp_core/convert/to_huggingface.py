@@ -26,8 +26,9 @@ from dcp_core.convert.huggingface_plan import (
 from dcp_core.convert.lazy_tensors import LazyTensor, ReadAhead
 from dcp_core.convert.progress import progress_bar
 from dcp_core.convert.shard_sizes import MAX_SHARD_SIZE, parse_shard_size
+from dcp_core.errors import ArgumentError
 from dcp_core.execution.interfaces import CheckpointId, StorageReader
-from dcp_core.formats.cuts import Cut
+from dcp_core.formats.cuts import Cut, checked_cuts
 from dcp_core.formats.key_map import KeyMap
 from dcp_core.recipes.places import storage_at
 from dcp_core.recipes.stored_source import StoredSource
@@ -83,6 +84,9 @@ class HuggingFaceConversion:
         cuts: Mapping[str, Cut] | None = None,
     ) -> None:
         limit = parse_shard_size(max_shard_size)
+        if not isinstance(prefix, str):
+            raise ArgumentError(f"prefix must be the name that what is converted lies under, found {prefix!r}")
+        cuts = checked_cuts(cuts)
         wanted = None if dtype is None else floating_dtype(dtype)
         self._source = StoredSource(reader)
         names = [entry.name for entry in self._source.objects()]

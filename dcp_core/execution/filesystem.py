@@ -6,6 +6,8 @@ Goes in: plans. Comes out: data files, and `.metadata` when every rank's are the
 
 from __future__ import annotations
 
+import errno
+import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -59,6 +61,8 @@ from dcp_core.storage.fsspec_storage import FsspecStorage
 from dcp_core.storage.local import LocalStorage
 
 _WORD = (1 << 64) - 1
+_BEGIN_TRIES = 8
+_LOG = logging.getLogger("dcp.storage")
 
 
 def file_columns(results: Sequence[WriteResult]) -> FileColumns:
@@ -74,6 +78,18 @@ def file_columns(results: Sequence[WriteResult]) -> FileColumns:
         field_nbytes=np.array([f.field_nbytes for f in records], np.int64),
         digest=np.array([(f.digest & _WORD, f.digest >> 64) for f in records], np.uint64).reshape(-1, 2),
     )
+
+
+def _begun(storage: Storage, save_id: str, rank: int | None) -> Opening:
+    """Open a save; once more where another job has removed the directory, empty as it was, since it was made."""
+    for tries_left in reversed(range(_BEGIN_TRIES)):
+        try:
+            return begin(storage, save_id, rank=rank, files_of=file_names)
+        except (NotFoundError, StorageError) as error:
+            if not tries_left or not (isinstance(error, NotFoundError) or error.errno == errno.ENOENT):
+                raise
+            _LOG.info("%s was removed while the save began; it is made again", storage.describe())
+    raise AssertionError("the last try returns or raises")
 
 
 class _MailboxDirectory(DirectoryChannel):
@@ -139,7 +155,7 @@ class FileSystemWriter(StorageWriter):
             self._directory.refuse_link()
         storage = self._directory.storage
         refuse_unknown(storage, metadata_name(rank))
-        self._opening = begin(storage, save_id, rank=rank, files_of=file_names)
+        self._opening = _begun(storage, save_id, rank)
         self._beating.enter_context(heartbeat(storage, self._opening))
         return self._opening.suffix
 
@@ -182,6 +198,7 @@ class FileSystemWriter(StorageWriter):
             files_of=file_names,
         )
         self._beating.close()
+        self._directory.storage.keep_directories()
         self._opening, self._written = None, []
         return Metadata(open_bytes(blob, file_name=name))
 
@@ -214,12 +231,22 @@ class FileSystemWriter(StorageWriter):
         return {**arguments, "durable": self.durable, **({} if self._follows_link else {"follows_link": False})}
 
     def abort_checkpoint(self) -> None:
-        """Remove what this rank wrote, and the save's intent record where this rank made it."""
+        """Remove what this rank wrote, and where it began the save its intent record and directories that it made."""
         self._beating.close()
         opening, names = self._opening, self._written
         self._opening, self._written = None, []
         with suppress(DcpError):
             abort(self._directory.storage, opening, names, files_of=file_names)
+            self.remove_new_directories()
+
+    def remove_new_directories(self) -> None:
+        """Remove the directories that this made for a save that was taken back, unless something is in them.
+
+        Raises:
+            StorageError: The storage refuses.
+        """
+        if self._opening is None:
+            self._directory.storage.remove_new_directories()
 
     def _configured(self) -> WriteContext:
         if self._context is None:

@@ -21,7 +21,7 @@ from dcp_core.errors import ArgumentError, CorruptError, IncompleteError, NotFou
 from dcp_core.execution.checkpoint_place import OpenUrl, is_other_url, local_path
 from dcp_core.execution.filesystem import FileSystemReader
 from dcp_core.execution.interfaces import CheckpointId, Plan
-from dcp_core.formats.cuts import Cut, Joined, Narrowed, Selected, Stacked
+from dcp_core.formats.cuts import Cut, Joined, Narrowed, Selected, Stacked, checked_cuts
 from dcp_core.formats.huggingface_directory import (
     INDEX_SUFFIX,
     MAX_INDEX_BYTES,
@@ -93,7 +93,7 @@ class HuggingFaceReader(FileSystemReader):
         super().__init__(directory, storage=storage, open_url=open_url)
         key_function(key_map)
         self._key_map = key_map
-        self._cuts = _checked(cuts or {})
+        self._cuts = checked_cuts(cuts)
         self._warned: set[str] = set()
 
     def initialize_reader(self, checkpoint_id: CheckpointId | None = None) -> None:
@@ -186,17 +186,6 @@ def _unscaled(plan: LoadPlan, metadata: Metadata) -> list[str]:
     loaded, there = set(wanted.stored_names), set(metadata.source.names())
     names = dict.fromkeys(wanted.stored_names[row] for row in rows)
     return [name for name in names if any(name + end in there - loaded for end in _SCALES)]
-
-
-def _checked(cuts: Mapping[str, Cut]) -> dict[str, Cut]:
-    if not isinstance(cuts, Mapping):
-        raise ArgumentError(f"cuts must be a mapping from names of the state to cuts, found {cuts!r}")
-    for key, cut in cuts.items():
-        if not isinstance(key, str) or not isinstance(cut, (str, Joined, Stacked, Narrowed, Selected)):
-            raise ArgumentError(
-                f"cuts has {cut!r} for {key!r}; expected a name in the files, or Joined, Stacked, Narrowed or Selected"
-            )
-    return dict(cuts)
 
 
 def _read_headers(storage: Storage, chosen: str | None) -> tuple[SafetensorsFile, ...]:

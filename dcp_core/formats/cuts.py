@@ -6,7 +6,7 @@ pieces lie where the stored tensors lie. No tensor is put together in memory, ne
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -219,3 +219,21 @@ def _check_int(value: object, name: str) -> None:
 def _shown(cut: Cut) -> str:
     text = repr(cut)
     return text if len(text) <= 200 else text[:197] + "..."
+
+
+def checked_cuts(cuts: Mapping[str, Cut] | None) -> dict[str, Cut]:
+    """See that what a caller gives as cuts are such; None: no cuts.
+
+    Raises:
+        ArgumentError: It is no mapping from names to cuts.
+    """
+    if cuts is None:
+        return {}
+    if not isinstance(cuts, Mapping):
+        raise ArgumentError(f"cuts must be a mapping from names of the state to cuts, found {cuts!r}")
+    for key, cut in cuts.items():
+        if not isinstance(key, str) or not isinstance(cut, (str, Joined, Stacked, Narrowed, Selected)):
+            raise ArgumentError(
+                f"cuts has {cut!r} for {key!r}; expected a name in the files, or Joined, Stacked, Narrowed or Selected"
+            )
+    return dict(cuts)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from dcp_core.arguments import check_callable, check_flags
 from dcp_core.errors import ArgumentError, DcpError, NotFoundError, StorageError
 from dcp_core.execution.checkpoint_place import is_other_url
 from dcp_core.execution.filesystem import FileSystemReader
@@ -62,11 +63,13 @@ def verify(checkpoint_id: CheckpointId, *, quick: bool = False, progress: Progre
         What was found; `is_whole` sums it up, and `raise_problems` makes an error of it.
 
     Raises:
-        ArgumentError: No path, or what this cannot verify: a file of `torch.save`; torch DCP's, and torch is not
-            installed.
+        ArgumentError: Arguments that make no sense, or what this cannot verify: a file of `torch.save`; torch DCP's,
+            and torch is not installed.
         NotFoundError: There is nothing that a save has left.
         StorageError: The directory cannot be read.
     """
+    check_flags(quick=quick)
+    check_callable(progress, "progress", "how many bytes have been checked and how many there are")
     began = time.perf_counter()
     place = redacted(str(checkpoint_id))
     other = _OTHER_FORMATS.get(_kind_of(checkpoint_id))

@@ -12,7 +12,7 @@ from typing import Any
 
 from dcp_core.adapter import Adapter, AdapterSet
 from dcp_core.api import DEADLINE_SECONDS
-from dcp_core.arguments import check_timeout, usable_timeout
+from dcp_core.arguments import check_adapter, check_timeout, usable_timeout
 from dcp_core.arrays import NumpyAdapter
 from dcp_core.errors import ArgumentError
 from dcp_core.execution.checkpoint_place import is_other_url, local_path
@@ -38,8 +38,8 @@ def latest_checkpoint(
     """Find the newest complete checkpoint in a directory of checkpoints; every rank of the group calls.
 
     The newest is the one whose name ends with the highest number (``step_100`` comes after ``step_20``). Directories
-    that hold no complete checkpoint are passed over, each with a warning that says why; `survey_checkpoints` gives the
-    reasons as values. Links are not followed.
+    that hold no complete checkpoint, or that this user may not read, are passed over, each with a warning that says
+    why; `survey_checkpoints` gives the reasons as values. Links are not followed.
 
     Args:
         root: The directory whose directories are checkpoints, as a path or URL.
@@ -87,6 +87,7 @@ def survey_checkpoints(
     Returns:
         The checkpoint, and the directories that came before it, with reasons. The same on all ranks.
     """
+    check_adapter(adapter)
     chosen = NumpyAdapter() if adapter is None else adapter
     return survey_on_ranks(
         chosen, process_group, timeout_seconds, root, lambda: storage_at(root, storage_options), verify=verify,

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from dcp_core import api
 from dcp_core.adapter import Adapter
 from dcp_core.api import DEADLINE_SECONDS
-from dcp_core.arguments import check_flags, check_timeout
+from dcp_core.arguments import check_adapter, check_flags, check_timeout, checked_kind
 from dcp_core.arrays import NumpyAdapter
 from dcp_core.background.response import AsyncSaveResponse
 from dcp_core.errors import ArgumentError, CorruptError, DcpError, IncompleteError, NotFoundError
@@ -93,6 +93,8 @@ class CheckpointManager:
         check_flags(check_replicas=check_replicas, durable=durable)
         check_timeout(timeout_seconds)
         check_options(storage_options)
+        check_adapter(adapter)
+        checked_kind(calls, Calls, "calls")
         self.root = shown_root(root)
         if is_other_url(self.root):
             storage_at(self.root, storage_options)  # says now what a save would say after many steps

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
-from dcp_core.errors import DcpError, FormatError
+from dcp_core.errors import DcpError, FormatError, NotFoundError, StorageError
 from dcp_core.execution.present_metadata import open_present
 from dcp_core.file_names import METADATA_NAME
 from dcp_core.formats.metadata_file import file_names
-from dcp_core.manager.survey import FoundCheckpoint, candidates, check_candidate, step_of
+from dcp_core.manager.survey import FoundCheckpoint, candidates, check_candidate, is_unusable, step_of
 from dcp_core.manager.whole_numbers import whole_number
 from dcp_core.storage.base import Storage
 from dcp_core.storage.removal import clear_dead_save, remove_checkpoint
@@ -108,7 +109,9 @@ def _by_commit(found: FoundCheckpoint) -> tuple[float, int, str]:
 def _holds_checkpoint(root: Storage, name: str) -> bool:
     try:
         check_candidate(root, name)
-    except FormatError:
+    except (FormatError, StorageError) as error:
+        if not is_unusable(root, error):
+            raise
         return False
     return True
 
@@ -153,7 +156,7 @@ def _is_whole(root: Storage, name: str) -> bool:
     """Whether a directory holds a complete checkpoint; what dead saves left in one that does not is removed."""
     is_whole = _holds_checkpoint(root, name)
     if not is_whole:
-        _clear(root, name)
+        _quietly(f"clean up {name!r}", partial(_clear, root, name))
     return is_whole
 
 
@@ -174,8 +177,9 @@ def _remove(root: Storage, found: FoundCheckpoint, *, durable: bool) -> None:
 
 
 def _clear(root: Storage, name: str) -> None:
-    if clear_dead_save(root.folder(name), files_of=file_names):
-        _remove_directory(root, name)
+    with suppress(NotFoundError):  # another manager has removed it since we looked
+        if clear_dead_save(root.folder(name), files_of=file_names):
+            _remove_directory(root, name)
 
 
 def _remove_directory(root: Storage, name: str) -> None:

@@ -6,13 +6,14 @@ rank; nothing is changed, and no link is followed.
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
 
-from dcp_core.errors import FormatError, IncompleteError, NewerVersionError, NotFoundError
+from dcp_core.errors import FormatError, IncompleteError, NewerVersionError, NotFoundError, StorageError
 from dcp_core.execution.completeness import check_complete
 from dcp_core.file_names import METADATA_NAME, parse_data_file_name, parse_rank_metadata_name, rank_metadata_name
 from dcp_core.inspection.verify import verify_storage
@@ -112,7 +113,8 @@ def survey(
 
     Raises:
         NewerVersionError: The newest one was written by a newer version of this library.
-        StorageError: The storage refuses to show something.
+        StorageError: The storage refuses to show something; but a directory, or what describes a checkpoint, that this
+            user may not read is passed over like one that is damaged.
     """
 
     def counts(name: str) -> bool:
@@ -138,11 +140,27 @@ def _look_through(
             check_candidate(root, candidate.name, verify=verify)
         except NewerVersionError:
             raise
-        except FormatError as error:
+        except (FormatError, StorageError) as error:
+            if not is_unusable(root, error):
+                raise
             skipped.append(SkippedCheckpoint(candidate.name, str(error)))
             continue
         return candidate, tuple(skipped)
     return None, tuple(skipped)
+
+
+def is_unusable(root: Storage, error: FormatError | StorageError) -> bool:
+    """Whether an error says that a checkpoint is of no use, as against one that may be gone in a moment.
+
+    An object store that refuses one object refuses all, so the fault is not the checkpoint's.
+
+    Args:
+        root: The directory of checkpoints.
+        error: What looking at a checkpoint in it raised.
+    """
+    if isinstance(error, StorageError):
+        return error.errno in (errno.EACCES, errno.EPERM) and not root.is_object_store
+    return True
 
 
 def _directories(root: Storage, is_wanted: Callable[[str], bool]) -> Sequence[str]:
@@ -181,6 +199,15 @@ def _by_step(found: FoundCheckpoint) -> tuple[int, float, str]:
 
 def _look(root: Storage, name: str) -> FoundCheckpoint | None:
     """What a directory may be: None for one that has nothing to do with checkpoints."""
+    try:
+        return _look_inside(root, name)
+    except StorageError as error:
+        if not is_unusable(root, error):
+            raise
+        return FoundCheckpoint(name, step_of(name), 0.0)  # what is wrong with it is said when it is looked at closely
+
+
+def _look_inside(root: Storage, name: str) -> FoundCheckpoint | None:
     storage, step = root.folder(name), step_of(name)
     committed = storage.modified_seconds(METADATA_NAME)
     if committed is None:

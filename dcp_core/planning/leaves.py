@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -64,6 +64,13 @@ class DeviceTransfers(Protocol):
         ...
 
 
+MemoryRange: TypeAlias = tuple[Hashable, int, int, bool]
+"""Where elements lie: space of addresses, first byte, one past the last, and whether each byte is an element's."""
+
+HOST_MEMORY = "host"
+"""The space of addresses of host memory, whatever framework it belongs to."""
+
+
 class TensorAccess(Protocol):
     """How to reach the elements of a view: the part of an adapter that execution needs."""
 
@@ -106,6 +113,17 @@ class TensorAccess(Protocol):
         Called on the thread that saves or loads: copies that are started later, on any thread, come after what that
         thread has queued on the device by now.
         """
+        ...
+
+
+class KnowsMemory(Protocol):
+    """What a `TensorAccess` may tell besides, so that targets that overlap are found fast, and on a device at all.
+
+    Whoever calls it must go without: an adapter may lack the method.
+    """
+
+    def memory_range(self, view: Any) -> MemoryRange | None:
+        """Where the elements of a view lie; None where that cannot be told. Copies nothing, waits for nothing."""
         ...
 
 

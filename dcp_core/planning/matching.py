@@ -274,8 +274,14 @@ def _missing_error(missing: Sequence[str], metadata: Metadata) -> MissingKeysErr
     plural = "key" if len(missing) == 1 else "keys"
     stored = list(metadata.source.names())
     near, remedy = _nearest(missing[0], stored), "leave them out of the target"
-    outer = _outer_name(missing, stored)
-    if outer is not None:
+    outer, undotted = _outer_name(missing, stored), _undotted_prefix(missing, stored)
+    if undotted is not None:
+        near = undotted + missing[0][len(undotted) + 1 :]
+        remedy = (
+            f"they lack the dot after {undotted!r}: a key_map that is a prefix is put before names as it is, so pass "
+            f"key_map={undotted + '.'!r}"
+        )
+    elif outer is not None:
         near, remedy = f"{outer}.{missing[0]}", f"nest them in the target as they were saved, under {outer!r}"
     elif near is not None and near.startswith(f"{missing[0]}."):
         remedy = f"put there what was saved as {missing[0]!r}: a dict, list or tuple with values of the same names"
@@ -291,6 +297,21 @@ def _outer_name(missing: Sequence[str], stored: Sequence[str]) -> str | None:
     known = set(stored)
     outers = (name[: -len(missing[0]) - 1] for name in stored if name.endswith(f".{missing[0]}"))
     return next((outer for outer in outers if all(f"{outer}.{name}" in known for name in missing)), None)
+
+
+def _undotted_prefix(missing: Sequence[str], stored: Sequence[str]) -> str | None:
+    """The first part of all of them, where they are stored but for the dot after it."""
+    known, first = set(stored), missing[0]
+    ends = (at for at, letter in enumerate(first) if letter == ".")
+    prefixes = (first[:at] for at in ends if first[:at] + first[at + 1 :] in known)
+    return next(
+        (
+            prefix
+            for prefix in prefixes
+            if all(name.startswith(f"{prefix}.") and prefix + name[len(prefix) + 1 :] in known for name in missing)
+        ),
+        None,
+    )
 
 
 def _nearest(name: str, stored: Sequence[str]) -> str | None:

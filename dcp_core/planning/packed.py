@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,7 +53,7 @@ def packed_parts(
     PackedPart(start=2, stop=5, offset=0, shape=(4,))
     """
     first = _count("start", start)
-    sizes = {name: tuple(_count(f"the shape of {name}", size) for size in shape) for name, shape in shapes.items()}
+    sizes = {name: _shape(name, shape) for name, shape in _by_name("shapes", shapes).items()}
     found: dict[str, PackedPart] = {}
     for name, begin in _begins(sizes, begins).items():
         end = begin + math.prod(sizes[name])
@@ -72,12 +72,28 @@ def _begins(sizes: Mapping[str, tuple[int, ...]], begins: Mapping[str, int] | No
             found[name] = at
             at += math.prod(shape)
         return found
+    begins = _by_name("begins", begins)
     if set(begins) != set(sizes):
         raise ArgumentError(
             f"begins must name the tensors that shapes names; these are only in one of them: "
             f"{', '.join(sorted(set(begins) ^ set(sizes)))}"
         )
     return {name: _count(f"the begin of {name}", begins[name]) for name in sizes}
+
+
+def _by_name(what: str, found: Any) -> Mapping[str, Any]:
+    if not isinstance(found, Mapping):
+        raise ArgumentError(f"{what} must map names of tensors, found {found!r}")
+    others = [name for name in found if not isinstance(name, str)]
+    if others:
+        raise ArgumentError(f"{what} must map names of tensors, which are str, found {others[0]!r} among them")
+    return found
+
+
+def _shape(name: str, shape: Any) -> tuple[int, ...]:
+    if isinstance(shape, (str, bytes, Mapping)) or not isinstance(shape, Iterable):
+        raise ArgumentError(f"the shape of {name} must be a sequence of whole numbers, found {shape!r}")
+    return tuple([_count(f"the shape of {name}", size) for size in shape])
 
 
 def _count(name: str, value: Any) -> int:

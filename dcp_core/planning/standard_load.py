@@ -21,6 +21,7 @@ from dcp_core.planning.planner_state import PlannerState
 from dcp_core.planning.planners import LoadPlanner, PlannerContext
 from dcp_core.planning.read_spans import ReadSpan, ReadSpans
 from dcp_core.planning.regions import intersect_chunks
+from dcp_core.planning.target_overlaps import Neighbourhood, Targets, check_apart
 from dcp_core.planning.wanted import WantedBoxes
 from dcp_core.state_path import PerRank
 from dcp_core.state_tree import set_value
@@ -48,6 +49,7 @@ class StandardLoadPlanner(PlannerState, LoadPlanner):
         self._plan: LoadPlan | None = None
         self._targets: list[tuple[Any, TensorAccess]] = []
         self._rows: dict[tuple[str, int], int] = {}
+        self._neighbourhood = Neighbourhood()
 
     def options(self) -> str:
         """What must agree between ranks."""
@@ -63,6 +65,7 @@ class StandardLoadPlanner(PlannerState, LoadPlanner):
 
         Raises:
             MissingKeysError, ShapeMismatchError, DTypeMismatchError, CoverageError: What does not fit.
+            UnsupportedValueError: A target that cannot be filled, or two that overlap in memory.
         """
         context = self.context
         metadata = context.metadata
@@ -79,9 +82,11 @@ class StandardLoadPlanner(PlannerState, LoadPlanner):
             return as_type("npt.NDArray[np.bool_]", own_files[chunks.file])
 
         reads = intersect_chunks(found.wanted, own_file)
-        plan = LoadPlan(found.wanted, found.objects, reads, share_memory=self._share_memory(found.wanted))
-        self._take(plan)
-        return plan
+        self._rows, self._targets = {}, self._targets_of(found.wanted)
+        self._neighbourhood = self._checked_neighbourhood(found.wanted)
+        share_memory = self._neighbourhood.other_looks or self._share_memory(found.wanted)
+        self._plan = LoadPlan(found.wanted, found.objects, reads, share_memory=share_memory)
+        return self._plan
 
     def build_global_plan(self, all_plans: Sequence[LoadPlan]) -> Sequence[LoadPlan]:
         """Return the plans as they are."""
@@ -107,6 +112,11 @@ class StandardLoadPlanner(PlannerState, LoadPlanner):
     def target_of(self, row: int) -> tuple[Any, TensorAccess]:
         """The view of a wanted box of the plan, and how to reach its elements."""
         return self._targets[row]
+
+    @property
+    def targets_meet(self) -> bool:
+        """Whether the ranges of memory of some targets of the plan meet, or cannot be told."""
+        return self._neighbourhood.meet
 
     def devices(self) -> list[str]:
         """The type of device that each wanted box of the plan lies on."""
@@ -174,6 +184,16 @@ class StandardLoadPlanner(PlannerState, LoadPlanner):
             boxes = self._current_plan().wanted
             self._rows = {key: row for row, key in enumerate(zip(boxes.names, boxes.ordinals, strict=True))}
         return self._rows[item.dest_index.fqn, item.dest_index.index or 0]
+
+    def _checked_neighbourhood(self, boxes: WantedBoxes) -> Neighbourhood:
+        """See that no targets overlap in memory; a subclass that acquires memory of its own knows what lies where."""
+        acquires = ("acquire_tensor", "acquire_batch")
+        if any(getattr(getattr(self, m), "__func__", None) is not getattr(StandardLoadPlanner, m) for m in acquires):
+            return Neighbourhood()
+        tensors = self.state.tensors
+        storages = [None if (tensor := tensors[leaf]) is None else tensor.storage for leaf in boxes.leaves]
+        views, accesses = [view for view, _ in self._targets], [access for _, access in self._targets]
+        return check_apart(Targets(boxes.names, boxes.leaves, views, accesses, storages))
 
     def _share_memory(self, boxes: WantedBoxes) -> bool:
         """Whether two leaves that are the same memory are filled from different chunks."""

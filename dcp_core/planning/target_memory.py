@@ -35,7 +35,7 @@ def overlapping(targets: Sequence[npt.NDArray[Any] | None]) -> Mask:
     """
     found: Mask = np.zeros(len(targets), dtype=np.bool_)
     filled = [(row, target) for row, target in enumerate(targets) if target is not None and target.size]
-    ranges = [_range_of(target) for _, target in filled]
+    ranges = [range_of(target) for _, target in filled]
     ascending = sorted(ranges)
     if all(stop <= start for (_, stop), (start, _) in pairwise(ascending)):
         return found
@@ -55,7 +55,8 @@ def overlapping(targets: Sequence[npt.NDArray[Any] | None]) -> Mask:
     return found
 
 
-def _range_of(array: npt.NDArray[Any]) -> tuple[int, int]:
+def range_of(array: npt.NDArray[Any]) -> tuple[int, int]:
+    """The addresses of the first byte of an array's elements, and one past the last."""
     start: int = array.__array_interface__["data"][0]
     if array.flags.c_contiguous:
         return start, start + array.nbytes

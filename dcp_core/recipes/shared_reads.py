@@ -87,12 +87,13 @@ class SharedReads:
             assert isinstance(planner, StandardLoadPlanner), "just seen"
             targets, devices = [planner.target_of(row) for row in range(len(kinds))], planner.devices()
             kinds = self._kinds_of(broadcasts, targets, devices)
-            arrays = [
-                access.host_array(view) if device == _HOST_DEVICE else None
-                for (view, access), device in zip(targets, devices, strict=True)
-            ]
-            for row in np.flatnonzero(overlapping(arrays)).tolist():
-                kinds[row] = None
+            if planner.targets_meet:
+                arrays = [
+                    access.host_array(view) if device == _HOST_DEVICE else None
+                    for (view, access), device in zip(targets, devices, strict=True)
+                ]
+                for row in np.flatnonzero(overlapping(arrays)).tolist():
+                    kinds[row] = None
             groups = self._held_groups(broadcasts, planner)
         buffers, alone_nbytes = find_buffers(plan, kinds)
         host = f"{socket.gethostname()} {_boot_id()}"

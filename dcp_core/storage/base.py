@@ -219,6 +219,18 @@ class Storage(ABC):
     def prepare(self) -> None:
         """Create the directory; it may exist."""
 
+    def keep_directories(self) -> None:
+        """Let the directories that `prepare` made stay from now on: something is complete there."""
+        return
+
+    def remove_new_directories(self) -> None:
+        """Remove the directories that `prepare` made, unless something is in them: what they were for has failed.
+
+        Raises:
+            StorageError: The storage refuses.
+        """
+        return
+
     @abstractmethod
     def list(self) -> Names:
         """List all names, sorted.

@@ -37,6 +37,7 @@ class LocalStorage(Storage):
         self._shown = os.path.abspath(shown)
         self._operations = operations or FileOperations()
         self._changed_parents: list[str] = []
+        self._made: list[str] = []
 
     def describe(self) -> str:
         """Return the path, as it was given and made absolute."""
@@ -52,6 +53,22 @@ class LocalStorage(Storage):
         for directory in reversed(missing):
             with self._translated("make the directory", ""):
                 self._make(directory)
+
+    def keep_directories(self) -> None:
+        """Let the directories that `prepare` made stay from now on."""
+        self._made.clear()
+
+    def remove_new_directories(self) -> None:
+        """Remove the directories that `prepare` made, the innermost first, up to one in which something is."""
+        while self._made:
+            with self._translated("remove the directory", ""), suppress(FileNotFoundError):
+                try:
+                    self._operations.rmdir(self._made[-1])
+                except OSError as error:
+                    if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+                        return
+                    raise
+            self._made.pop()
 
     def list(self) -> Names:
         """List all names, sorted."""
@@ -236,7 +253,10 @@ class LocalStorage(Storage):
     def _make(self, directory: str) -> None:
         try:
             self._operations.mkdir(directory)
+            self._made.append(directory)
         except FileExistsError:
+            if not os.path.lexists(directory):  # another job has made it, and has removed it since
+                raise OSError(errno.ENOENT, f"{directory} was removed a moment ago") from None
             if not os.path.isdir(directory):
                 raise OSError(errno.ENOTDIR, f"{directory} is there and is no directory") from None
         self._changed_parents.append(os.path.dirname(directory))

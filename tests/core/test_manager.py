@@ -535,6 +535,5 @@ def test_ranks_save_together_and_rank_0_removes(tmp_path: Path) -> None:
     for resumed, differs, latest in run_ranks(_on_ranks, 3, tmp_path, timeout_seconds=60.0):
         assert resumed == [None, 5] and latest == str(tmp_path / "step_5")
         assert differs.kind == ReplicasDifferError.__name__
-    assert names(tmp_path) == ["latest -> step_5", "step_4", "step_5", "step_6"]
-    assert names(tmp_path / "step_6") == []  # the save that was refused left nothing in it
+    assert names(tmp_path) == ["latest -> step_5", "step_4", "step_5"]  # the save that was refused left nothing
     assert np.array_equal(api.read(tmp_path / "latest", "w"), _matrix(5))

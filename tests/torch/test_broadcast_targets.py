@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import dcp_torch
-from dcp_core.errors import CorruptError
+from dcp_core.errors import UnsupportedValueError
 from tests.torch.gloo_ranks import TorchRank, run_gloo
 from tests.torch.shared_reads import (
     CountedOperations,
@@ -195,7 +195,7 @@ def test_a_rank_whose_targets_share_memory_reads_alone(tmp_path: Path) -> None:
 
 
 def load_into_overlapping_targets(rank: TorchRank, directory: Path) -> list[str]:
-    """On rank 0 some targets overlap; those of rank 1 are apart, and must be right."""
+    """On rank 0 some targets overlap, or lie in between each other's elements; those of rank 1 are apart."""
     layout = {f"w{number:02}": Part((60, 50)) for number in range(12)}
     wrong = []
     for dtype, step in ((torch.float32, 1), (torch.float64, 1), (torch.float32, 2)):
@@ -204,15 +204,20 @@ def load_into_overlapping_targets(rank: TorchRank, directory: Path) -> list[str]
             memory = torch.zeros(100_000, dtype=dtype)
             for number in range(0, 12, 2):
                 state[f"w{number:02}"] = memory[700 * number :][: step * 3000 : step].view(60, 50)
-        try:
+        before = {name: bits_of(value) for name, value in state.items()}
+        with pytest.raises(UnsupportedValueError, match="^rank 0: 'w00' and 'w02' .*their memory overlaps"):
             load(state, directory)
-        except CorruptError:
-            continue  # found by what overlaps itself
-        apart = set(layout) if rank.rank == 1 else {f"w{number:02}" for number in range(1, 12, 2)}
-        wrong += [f"{name} as {dtype} by {step}" for name in wrong_in(state, layout) if name in apart]
-    return wrong
+        wrong += [f"{name} was touched" for name, bits in before.items() if bits_of(state[name]) != bits]
+    state = poisoned(layout)
+    if rank.rank == 0:
+        columns = torch.zeros(60, 50, 12)
+        state.update({f"w{number:02}": columns[:, :, number] for number in range(0, 12, 2)})
+    load(state, directory)
+    return wrong + wrong_in(state, layout)
 
 
-def test_what_is_sent_does_not_come_out_of_targets_that_overlap(tmp_path: Path) -> None:
+def test_targets_that_overlap_are_refused_on_all_ranks_and_those_in_between_each_other_are_filled(
+    tmp_path: Path,
+) -> None:
     save_whole(tmp_path / "c", {f"w{number:02}": Part((60, 50)) for number in range(12)})
     assert run_gloo(load_into_overlapping_targets, 2, tmp_path / "c") == [[], []]
