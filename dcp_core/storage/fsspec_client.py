@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import xxhash
 
 from dcp_core.errors import ArgumentError, DcpError, StorageError
-from dcp_core.storage.base import storage_error
+from dcp_core.storage.file_errors import storage_error
 from dcp_core.storage.retries import Retries, answer_of, is_passing
 from dcp_core.storage.urls import HIDDEN, passwords_in, redacted, schemes_of
 

@@ -16,8 +16,8 @@ from contextlib import suppress
 from typing import Any
 
 from dcp_core.errors import ArgumentError, DcpError, StorageError
-from dcp_core.storage.base import WriteHandle
 from dcp_core.storage.fsspec_client import FsspecClient
+from dcp_core.storage.handles import WriteHandle
 from dcp_core.storage.operations import BytesLike
 
 PART_BYTES = 8 << 20
