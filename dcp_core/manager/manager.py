@@ -92,7 +92,7 @@ class CheckpointManager:
     ) -> None:
         check_flags(check_replicas=check_replicas, durable=durable)
         check_timeout(timeout_seconds)
-        check_options(storage_options)
+        check_options(root, storage_options)
         self.root = shown_root(root)
         if is_other_url(self.root):
             storage_at(self.root, storage_options)  # says now what a save would say after many steps

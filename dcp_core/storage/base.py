@@ -111,6 +111,10 @@ class Storage(ABC):
 
     # --- defaults ------------------------------------------------------------------------------------
 
+    def hurry(self) -> None:
+        """Be told that what follows only cleans up after a failure; who tries again for long may leave that now."""
+        return
+
     def check_space(self, nbytes: int) -> None:
         """See that files of so many bytes together fit, before any is created. Storages that cannot tell do nothing.
 

@@ -18,7 +18,8 @@ RANGE_BYTES = 8 << 20
 READS_AT_ONCE = 8
 """How many requests one read, or one look at many names, makes at a time."""
 
-_SHORT_READS = 3
+SHORT_READS = 3
+"""So often a request is made whose answer has another length than what is there."""
 
 
 class HeldHandle(ReadHandle):
@@ -69,7 +70,7 @@ class RangedHandle(ReadHandle):
         """Fill targets by one request; it is made again when fewer bytes come than there are."""
         wanted = sum(map(len, targets))
         content: bytes | None = b""
-        for _ in range(_SHORT_READS):
+        for _ in range(SHORT_READS):
             content = self._client.get(self.name, offset, offset + wanted)
             if content is None or len(content) == wanted:
                 break

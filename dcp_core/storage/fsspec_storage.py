@@ -19,8 +19,9 @@ from typing import Any
 from dcp_core.errors import ArgumentError, CorruptError, DcpError, NotFoundError, StorageError
 from dcp_core.file_names import MAILBOX_PREFIX, parse_data_file_name
 from dcp_core.storage.base import Names, ReadHandle, Storage, WriteHandle, check_name, storage_error
-from dcp_core.storage.fsspec_client import KEYS_ONLY, Entry, FsspecClient, knows_scheme, time_of
-from dcp_core.storage.fsspec_reads import READS_AT_ONCE, HeldHandle, RangedHandle
+from dcp_core.storage.fsspec_client import KEYS_ONLY, Entry, FsspecClient, time_of
+from dcp_core.storage.fsspec_packages import knows_scheme
+from dcp_core.storage.fsspec_reads import READS_AT_ONCE, SHORT_READS, HeldHandle, RangedHandle
 from dcp_core.storage.fsspec_uploads import PARTS_IN_FLIGHT, open_upload
 from dcp_core.storage.operations import BytesLike
 from dcp_core.storage.retries import RETRIES_OPTION, Retries
@@ -123,6 +124,10 @@ class FsspecStorage(Storage):
             raise NotFoundError(f"there is no directory {self.describe()}")
         return sorted(name for name, entry in (found or {}).items() if entry.get("type") == "directory")
 
+    def hurry(self) -> None:
+        """From now on make requests once, while the store does not answer."""
+        self._client.hurry()
+
     def sync(self) -> None:
         """Nothing is left to do: an object that was put is there."""
 
@@ -166,14 +171,17 @@ class FsspecStorage(Storage):
         nbytes, seen_at = self._seen.pop(name, (None, 0.0))
         if time.monotonic() - seen_at > _SIZE_SECONDS:
             nbytes = self.size(name)
-        if nbytes is None:
-            raise self._absent(name)
-        if parse_data_file_name(name) is not None or nbytes > HELD_BYTES:
+        if nbytes is not None and (parse_data_file_name(name) is not None or nbytes > HELD_BYTES):
             return RangedHandle(self._client, name, nbytes)
-        content = self._client.get(name, 0, HELD_BYTES) if nbytes else b""
-        if content is None:
-            raise self._absent(name)
-        return HeldHandle(self.describe(), name, content)
+        content: bytes | None = b""
+        for _ in range(SHORT_READS):  # other sizes are those of other contents, or of an answer that was cut short
+            content = self._client.get(name, 0, HELD_BYTES) if nbytes else b""
+            if nbytes is None or content is None:
+                raise self._absent(name)
+            if len(content) == nbytes:
+                break
+            nbytes = self.size(name)
+        return HeldHandle(self.describe(), name, content or b"")
 
     def get(self, name: str, most_nbytes: int = HELD_BYTES) -> bytes | None:
         """Read a small file that is not empty by one request; None when there is none."""

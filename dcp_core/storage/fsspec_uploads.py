@@ -249,6 +249,7 @@ class _Parts(_Upload):
         for future in self._futures:
             if future.cancelled():
                 self._room.release()
+        self._client.hurry()
         with suppress(DcpError):
             self._client.call_s3("abort_multipart_upload", self.name, UploadId=self._upload_id)
         self._release()
