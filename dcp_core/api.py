@@ -258,13 +258,20 @@ def load(
         LoadRecipe(job, reader, chosen, options).run(state_dict, failed=failed)
 
 
-def read(checkpoint_id: CheckpointId, key: str, box: Box | None = None) -> npt.NDArray[Any]:
+def read(
+    checkpoint_id: CheckpointId,
+    key: str,
+    box: Box | None = None,
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+) -> npt.NDArray[Any]:
     """Read one tensor, or a region of it, as a numpy array; needs no framework and no group.
 
     Args:
         checkpoint_id: The checkpoint's directory.
         key: Name of the tensor.
         box: The region, in elements of the global tensor; the whole tensor by default.
+        storage_options: What fsspec gets beside a URL.
 
     Returns:
         A fresh array of the region's shape. Types that numpy lacks come as raw bits (bfloat16 as uint16, float8 as
@@ -275,7 +282,7 @@ def read(checkpoint_id: CheckpointId, key: str, box: Box | None = None) -> npt.N
         MissingKeysError: It has no such tensor.
         CorruptError, IncompleteError: It is damaged.
     """
-    return read_tensor(checkpoint_id, key, box)
+    return read_tensor(checkpoint_id, key, box, storage_options)
 
 
 def clear_plan_cache() -> None:

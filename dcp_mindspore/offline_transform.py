@@ -22,7 +22,7 @@ from dcp_core.formats.cuts import Cut
 from dcp_core.formats.key_map import KeyMap
 from dcp_core.metadata import Metadata
 from dcp_core.plugins import adapter_named
-from dcp_core.recipes.places import dcp_reader
+from dcp_core.recipes.places import dcp_reader, options_for
 from dcp_core.recipes.torch_package import torch_package_module
 
 __all__ = [
@@ -70,6 +70,7 @@ def convert_full_checkpoint_to_dcp(
     cuts: Mapping[str, Cut] | None = None,
     durable: bool = True,
     progress: bool | None = None,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> Metadata:
     """Convert a full, unsharded checkpoint into one that any layout loads.
 
@@ -84,6 +85,7 @@ def convert_full_checkpoint_to_dcp(
         cuts: For tensors that the state cuts otherwise than the files, how they are made of those in the files.
         durable: Whether data reaches the disk before this returns.
         progress: Whether to show a bar; None: where a person watches.
+        storage_options: What fsspec gets beside a URL.
 
     Returns:
         The description of the new checkpoint.
@@ -92,12 +94,25 @@ def convert_full_checkpoint_to_dcp(
         DcpError: What is at `dst` is as it was.
     """
     return offline.convert_full_checkpoint_to_dcp(
-        _MINDSPORE, src, dst, src_platform, key_map=key_map, cuts=cuts, durable=durable, progress=progress
+        _MINDSPORE,
+        src,
+        dst,
+        src_platform,
+        key_map=key_map,
+        cuts=cuts,
+        durable=durable,
+        progress=progress,
+        storage_options=storage_options,
     )
 
 
 def full_state_dict_to_dcp_format(
-    state_dict: Mapping[Any, Any], dst: CheckpointId, *, durable: bool = True, progress: bool | None = None
+    state_dict: Mapping[Any, Any],
+    dst: CheckpointId,
+    *,
+    durable: bool = True,
+    progress: bool | None = None,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> Metadata:
     """Save a full state by this process alone, whatever job it belongs to.
 
@@ -106,6 +121,7 @@ def full_state_dict_to_dcp_format(
         dst: The directory of the new checkpoint.
         durable: Whether data reaches the disk before this returns.
         progress: Whether to show a bar; None: where a person watches.
+        storage_options: What fsspec gets beside a URL.
 
     Returns:
         The description of the new checkpoint.
@@ -113,10 +129,17 @@ def full_state_dict_to_dcp_format(
     Raises:
         DcpError: What is at `dst` is as it was.
     """
-    return offline.full_state_dict_to_dcp_format(_MINDSPORE, state_dict, dst, durable=durable, progress=progress)
+    return offline.full_state_dict_to_dcp_format(
+        _MINDSPORE, state_dict, dst, durable=durable, progress=progress, storage_options=storage_options
+    )
 
 
-def dcp_to_full_state_dict(src: CheckpointId | StorageReader, *, progress: bool | None = None) -> Any:
+def dcp_to_full_state_dict(
+    src: CheckpointId | StorageReader,
+    *,
+    progress: bool | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+) -> Any:
     """Load a whole checkpoint into new tensors in host memory.
 
     Of values that every rank has for itself the lowest rank's is taken, with a warning.
@@ -124,6 +147,7 @@ def dcp_to_full_state_dict(src: CheckpointId | StorageReader, *, progress: bool 
     Args:
         src: The checkpoint's directory, or a reader of another format.
         progress: Whether to show a bar; None: where a person watches.
+        storage_options: What fsspec gets beside a URL.
 
     Returns:
         The state, nested as it was saved; tied tensors are one tensor. A namedtuple comes back as a tuple.
@@ -131,16 +155,22 @@ def dcp_to_full_state_dict(src: CheckpointId | StorageReader, *, progress: bool 
     Raises:
         DcpError: There is no such checkpoint, it is damaged, or a pickled value in it is not allowed.
     """
-    return offline.dcp_to_full_state_dict(_MINDSPORE, src, progress=progress)
+    return offline.dcp_to_full_state_dict(_MINDSPORE, src, progress=progress, storage_options=storage_options)
 
 
-def parse_checkpoint_from_huggingface(path: CheckpointId, *, progress: bool | None = None) -> dict[str, Any]:
+def parse_checkpoint_from_huggingface(
+    path: CheckpointId,
+    *,
+    progress: bool | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
     """Load all tensors of a Hugging Face checkpoint into host memory.
 
     Args:
         path: A safetensors file, or a directory with `model.safetensors` or an index; only what the index names is
             read.
         progress: Whether to show a bar; None: where a person watches.
+        storage_options: What fsspec gets beside a URL.
 
     Returns:
         The tensors by name.
@@ -148,7 +178,9 @@ def parse_checkpoint_from_huggingface(path: CheckpointId, *, progress: bool | No
     Raises:
         DcpError: There are no such files, or they are damaged.
     """
-    return offline.parse_checkpoint_from_huggingface(_MINDSPORE, path, progress=progress)
+    return offline.parse_checkpoint_from_huggingface(
+        _MINDSPORE, path, progress=progress, storage_options=storage_options
+    )
 
 
 def save_state_dict_as_huggingface_format(
@@ -159,6 +191,7 @@ def save_state_dict_as_huggingface_format(
     overwrite: bool = True,
     durable: bool = True,
     progress: bool | None = None,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> ConversionReport:
     """Write a full state as a Hugging Face directory.
 
@@ -170,6 +203,7 @@ def save_state_dict_as_huggingface_format(
         overwrite: False: refuse to replace weights that are there.
         durable: Whether data reaches the disk before this returns.
         progress: Whether to show a bar; None: where a person watches.
+        storage_options: What fsspec gets beside a URL.
 
     Returns:
         The files, and what was left out: values that are no tensors, and further names of tied tensors.
@@ -179,7 +213,14 @@ def save_state_dict_as_huggingface_format(
         DcpError: Nothing of the new files is left then.
     """
     return offline.save_state_dict_as_huggingface_format(
-        _MINDSPORE, dir, state_dict, max_shard_size, overwrite=overwrite, durable=durable, progress=progress
+        _MINDSPORE,
+        dir,
+        state_dict,
+        max_shard_size,
+        overwrite=overwrite,
+        durable=durable,
+        progress=progress,
+        storage_options=storage_options,
     )
 
 
@@ -195,6 +236,7 @@ def convert_dcp_to_huggingface(
     overwrite: bool = True,
     durable: bool = True,
     progress: bool | None = None,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> ConversionReport:
     """Convert a checkpoint into a Hugging Face directory, piece by piece; MindSpore itself is not needed.
 
@@ -211,6 +253,7 @@ def convert_dcp_to_huggingface(
         overwrite: False: refuse to replace weights that are there.
         durable: Whether data reaches the disk before this returns.
         progress: Whether to show a bar; None: where a person watches.
+        storage_options: What fsspec gets beside a URL.
 
     Returns:
         The files, and what of the checkpoint is not in them and why; a warning names it, too.
@@ -219,9 +262,10 @@ def convert_dcp_to_huggingface(
         ArgumentError: A size, type, name or prefix that makes no sense.
         DcpError: The checkpoint is damaged, or the storage refused. Nothing of the new files is left then.
     """
-    reader = src if isinstance(src, StorageReader) else dcp_reader(src)
+    of_src, of_dst = options_for(storage_options, src, dst)
+    reader = src if isinstance(src, StorageReader) else dcp_reader(src, of_src)
     name = dtype if dtype is None or isinstance(dtype, str) else str(dtype).rpartition(".")[2].lower()
     conversion = HuggingFaceConversion(
         reader, max_shard_size=max_shard_size, prefix=prefix, dtype=name, key_map=key_map, cuts=cuts
     )
-    return conversion.run(dst, overwrite=overwrite, durable=durable, progress=progress)
+    return conversion.run(dst, overwrite=overwrite, durable=durable, progress=progress, storage_options=of_dst)

@@ -26,6 +26,7 @@ from dcp_core.metadata import Metadata
 from dcp_core.planning.leaves import LocalTensor, whole_shape, whole_tensor
 from dcp_core.planning.placed_shards import place_by_layout
 from dcp_core.planning.strategy_layouts import known_layout
+from dcp_core.recipes.places import dcp_writer
 from dcp_mindspore.strategy_files import read_strategy
 
 _RANK_DIRECTORY = "rank_"
@@ -42,6 +43,7 @@ def import_checkpoint(
     file_suffix: str = "",
     rename: Callable[[str], str] | None = None,
     durable: bool = True,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> Metadata:
     """Make a checkpoint of what `mindspore.save_checkpoint(..., format="safetensors")` wrote on each rank.
 
@@ -56,6 +58,7 @@ def import_checkpoint(
         rename: Gives the key in the new checkpoint for a parameter's name: `"model.{}".format` for what is loaded as
             `{"model": net}`. By default the name.
         durable: Whether data reaches the disk before this returns.
+        storage_options: What fsspec gets beside the URL of the new checkpoint.
 
     Returns:
         The new checkpoint's description.
@@ -80,7 +83,10 @@ def import_checkpoint(
     if len(state) != len(tensors):
         raise ArgumentError(f"rename= gives {len(tensors)} parameters only {len(state)} different keys")
     rules = _Imported(tuple(tensors.values()))
-    return api.save(state, checkpoint_id=os.fspath(checkpoint_id), rules=rules, durable=durable)
+    place = os.fspath(checkpoint_id)
+    return api.save(
+        state, checkpoint_id=place, storage_writer=dcp_writer(storage_options), rules=rules, durable=durable
+    )
 
 
 def _layouts_of(strategy: object) -> dict[str, Any]:

@@ -26,8 +26,8 @@ from dcp_core.execution.interfaces import CheckpointId, StorageReader
 from dcp_core.formats.cuts import Cut
 from dcp_core.formats.key_map import KeyMap
 from dcp_core.metadata import Metadata
-from dcp_core.plugins import adapter_named
-from dcp_core.recipes.places import dcp_reader
+from dcp_core.plugins import adapter_named, open_storage
+from dcp_core.recipes.places import dcp_reader, options_for
 from dcp_core.storage.base import check_name
 from dcp_torch.elements import dtype_of, tensor_of_bits
 from dcp_torch.torch_dcp import TorchDCPReader
@@ -74,6 +74,7 @@ def convert_full_checkpoint_to_dcp(
     cuts: Mapping[str, Cut] | None = None,
     durable: bool = True,
     progress: bool | None = None,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> Metadata:
     """Convert a full, unsharded checkpoint into one that any layout loads.
 
@@ -89,6 +90,7 @@ def convert_full_checkpoint_to_dcp(
             `HuggingFaceReader`.
         durable: Whether data reaches the disk before this returns.
         progress: Whether to show a bar; None: where a person watches.
+        storage_options: What fsspec gets beside a URL.
 
     Returns:
         The description of the new checkpoint.
@@ -97,12 +99,25 @@ def convert_full_checkpoint_to_dcp(
         DcpError: What is at `dst` is as it was.
     """
     return offline.convert_full_checkpoint_to_dcp(
-        _TORCH, src, dst, src_platform, key_map=key_map, cuts=cuts, durable=durable, progress=progress
+        _TORCH,
+        src,
+        dst,
+        src_platform,
+        key_map=key_map,
+        cuts=cuts,
+        durable=durable,
+        progress=progress,
+        storage_options=storage_options,
     )
 
 
 def convert_torch_dcp_to_dcp(
-    src: CheckpointId, dst: CheckpointId, *, durable: bool = True, progress: bool | None = None
+    src: CheckpointId,
+    dst: CheckpointId,
+    *,
+    durable: bool = True,
+    progress: bool | None = None,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> Metadata:
     """Convert a checkpoint that `torch.distributed.checkpoint` wrote, tensors and values, in bounded memory.
 
@@ -111,6 +126,7 @@ def convert_torch_dcp_to_dcp(
         dst: The directory of the new checkpoint.
         durable: Whether data reaches the disk before this returns.
         progress: Whether to show a bar; None: where a person watches.
+        storage_options: What fsspec gets beside a URL.
 
     Returns:
         The description of the new checkpoint.
@@ -118,11 +134,18 @@ def convert_torch_dcp_to_dcp(
     Raises:
         DcpError: What is at `dst` is as it was.
     """
-    return convert_to_dcp(TorchDCPReader(src), dst, durable=durable, progress=progress)
+    of_src, of_dst = options_for(storage_options, src, dst)
+    reader = TorchDCPReader(src, open_url=open_storage, storage_options=of_src)
+    return convert_to_dcp(reader, dst, durable=durable, progress=progress, storage_options=of_dst)
 
 
 def full_state_dict_to_dcp_format(
-    state_dict: Mapping[Any, Any], dst: CheckpointId, *, durable: bool = True, progress: bool | None = None
+    state_dict: Mapping[Any, Any],
+    dst: CheckpointId,
+    *,
+    durable: bool = True,
+    progress: bool | None = None,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> Metadata:
     """Save a full state by this process alone, whatever job it belongs to.
 
@@ -131,6 +154,7 @@ def full_state_dict_to_dcp_format(
         dst: The directory of the new checkpoint.
         durable: Whether data reaches the disk before this returns.
         progress: Whether to show a bar; None: where a person watches.
+        storage_options: What fsspec gets beside a URL.
 
     Returns:
         The description of the new checkpoint.
@@ -139,10 +163,17 @@ def full_state_dict_to_dcp_format(
         CoverageError: A tensor is sharded.
         DcpError: What is at `dst` is as it was.
     """
-    return offline.full_state_dict_to_dcp_format(_TORCH, state_dict, dst, durable=durable, progress=progress)
+    return offline.full_state_dict_to_dcp_format(
+        _TORCH, state_dict, dst, durable=durable, progress=progress, storage_options=storage_options
+    )
 
 
-def dcp_to_full_state_dict(src: CheckpointId | StorageReader, *, progress: bool | None = None) -> Any:
+def dcp_to_full_state_dict(
+    src: CheckpointId | StorageReader,
+    *,
+    progress: bool | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+) -> Any:
     """Load a whole checkpoint into new tensors in host memory.
 
     Of values that every rank has for itself the lowest rank's is taken, with a warning.
@@ -150,6 +181,7 @@ def dcp_to_full_state_dict(src: CheckpointId | StorageReader, *, progress: bool 
     Args:
         src: The checkpoint's directory, or a reader of another format.
         progress: Whether to show a bar; None: where a person watches.
+        storage_options: What fsspec gets beside a URL.
 
     Returns:
         The state, nested as it was saved; tied tensors are one tensor. A namedtuple comes back as a tuple.
@@ -157,16 +189,22 @@ def dcp_to_full_state_dict(src: CheckpointId | StorageReader, *, progress: bool 
     Raises:
         DcpError: There is no such checkpoint, it is damaged, or a pickled value in it is not allowed.
     """
-    return offline.dcp_to_full_state_dict(_TORCH, src, progress=progress)
+    return offline.dcp_to_full_state_dict(_TORCH, src, progress=progress, storage_options=storage_options)
 
 
-def parse_checkpoint_from_huggingface(path: CheckpointId, *, progress: bool | None = None) -> dict[str, torch.Tensor]:
+def parse_checkpoint_from_huggingface(
+    path: CheckpointId,
+    *,
+    progress: bool | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+) -> dict[str, torch.Tensor]:
     """Load all tensors of a Hugging Face checkpoint into host memory.
 
     Args:
         path: A safetensors file, or a directory with `model.safetensors` or an index; only what the index names is
             read.
         progress: Whether to show a bar; None: where a person watches.
+        storage_options: What fsspec gets beside a URL.
 
     Returns:
         The tensors by name.
@@ -174,7 +212,7 @@ def parse_checkpoint_from_huggingface(path: CheckpointId, *, progress: bool | No
     Raises:
         DcpError: There are no such files, or they are damaged.
     """
-    return offline.parse_checkpoint_from_huggingface(_TORCH, path, progress=progress)
+    return offline.parse_checkpoint_from_huggingface(_TORCH, path, progress=progress, storage_options=storage_options)
 
 
 def save_state_dict_as_huggingface_format(
@@ -185,6 +223,7 @@ def save_state_dict_as_huggingface_format(
     overwrite: bool = True,
     durable: bool = True,
     progress: bool | None = None,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> ConversionReport:
     """Write a full state as a Hugging Face directory, as `save_pretrained` lays one out.
 
@@ -196,6 +235,7 @@ def save_state_dict_as_huggingface_format(
         overwrite: False: refuse to replace weights that are there.
         durable: Whether data reaches the disk before this returns.
         progress: Whether to show a bar; None: where a person watches.
+        storage_options: What fsspec gets beside a URL.
 
     Returns:
         The files, and what was left out: values that are no tensors, and further names of tied tensors.
@@ -205,7 +245,14 @@ def save_state_dict_as_huggingface_format(
         DcpError: Nothing of the new files is left then.
     """
     return offline.save_state_dict_as_huggingface_format(
-        _TORCH, dir, state_dict, max_shard_size, overwrite=overwrite, durable=durable, progress=progress
+        _TORCH,
+        dir,
+        state_dict,
+        max_shard_size,
+        overwrite=overwrite,
+        durable=durable,
+        progress=progress,
+        storage_options=storage_options,
     )
 
 
@@ -221,6 +268,7 @@ def convert_dcp_to_huggingface(
     overwrite: bool = True,
     durable: bool = True,
     progress: bool | None = None,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> ConversionReport:
     """Convert a checkpoint into a Hugging Face directory, piece by piece: no tensor is put together in memory.
 
@@ -239,6 +287,7 @@ def convert_dcp_to_huggingface(
         overwrite: False: refuse to replace weights that are there.
         durable: Whether data reaches the disk before this returns.
         progress: Whether to show a bar; None: where a person watches.
+        storage_options: What fsspec gets beside a URL.
 
     Returns:
         The files, and what of the checkpoint is not in them and why; a warning names it, too.
@@ -247,12 +296,13 @@ def convert_dcp_to_huggingface(
         ArgumentError: A size, type, name or prefix that makes no sense.
         DcpError: The checkpoint is damaged, or the storage refused. Nothing of the new files is left then.
     """
-    reader = src if isinstance(src, StorageReader) else dcp_reader(src)
+    of_src, of_dst = options_for(storage_options, src, dst)
+    reader = src if isinstance(src, StorageReader) else dcp_reader(src, of_src)
     name = dtype_of(dtype).name if isinstance(dtype, torch.dtype) else dtype
     conversion = HuggingFaceConversion(
         reader, max_shard_size=max_shard_size, prefix=prefix, dtype=name, key_map=key_map, cuts=cuts
     )
-    return conversion.run(dst, overwrite=overwrite, durable=durable, progress=progress)
+    return conversion.run(dst, overwrite=overwrite, durable=durable, progress=progress, storage_options=of_dst)
 
 
 def load_full_checkpoint(path: str) -> Mapping[Any, Any]:

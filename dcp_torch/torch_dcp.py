@@ -7,7 +7,7 @@ but what a table of known names allows; regions of tensors are read from their p
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -19,6 +19,7 @@ from dcp_core.box import Box, slices
 from dcp_core.coordination.frames import pack, unpack
 from dcp_core.dtype import DType
 from dcp_core.errors import CorruptError, IncompleteError, NotFoundError
+from dcp_core.execution.checkpoint_place import OpenUrl
 from dcp_core.execution.data_files import TensorFiles
 from dcp_core.execution.filesystem import FileSystemReader
 from dcp_core.execution.interfaces import CheckpointId, ReadContext, ReadTarget
@@ -49,12 +50,21 @@ class TorchDCPReader(FileSystemReader):
     them are read; sizes, types and places are checked.
 
     Args:
-        path: The checkpoint's directory, or a `file://` URL of it; `checkpoint_id` of a load replaces it.
+        path: The checkpoint's directory, or a URL of it; `checkpoint_id` of a load replaces it.
         storage: A storage to use instead of `path`.
+        open_url: Makes storages of URLs that name no file; fsspec makes those of which this knows nothing.
+        storage_options: What fsspec gets beside a URL.
     """
 
-    def __init__(self, path: CheckpointId | None = None, *, storage: Storage | None = None) -> None:
-        super().__init__(path, storage=storage)
+    def __init__(
+        self,
+        path: CheckpointId | None = None,
+        *,
+        storage: Storage | None = None,
+        open_url: OpenUrl | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__(path, storage=storage, open_url=open_url, storage_options=storage_options)
         self._entries: dict[_Place, EntryTensor] = {}
         self._odd: tuple[_Place, npt.NDArray[np.uint8]] | None = None
 

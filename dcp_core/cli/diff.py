@@ -6,6 +6,7 @@ import argparse
 import sys
 
 from dcp_core.cli.sources import open_reader
+from dcp_core.cli.storage_options import add_storage_options, parsed_storage_options
 from dcp_core.cli.tables import counted, shown_bytes, write_error, write_json, write_line, write_table
 from dcp_core.convert.progress import progress_bar
 from dcp_core.errors import ArgumentError, DcpError
@@ -13,6 +14,7 @@ from dcp_core.inspection.comparison import Comparison, Difference, compare, comp
 from dcp_core.inspection.detection import checkpoint_format
 from dcp_core.inspection.names import key_matcher
 from dcp_core.inspection.scope import Scope, Tolerance
+from dcp_core.recipes.places import options_for
 from dcp_core.storage.urls import redacted
 
 _SAME, _DIFFERENT, _TROUBLE = 0, 1, 2
@@ -42,6 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--atol", type=float, default=0.0, metavar="D", help="or by D at most; both add up (0)")
     parser.add_argument("--limit", type=int, default=_LIMIT, metavar="N", help=f"differences shown; 0: all ({_LIMIT})")
     parser.add_argument("--json", action="store_true", help="write one JSON object")
+    add_storage_options(parser)
     parser.epilog = "exit codes: 0 nothing differs, 1 something does, 2 trouble"
 
 
@@ -74,7 +77,12 @@ def _compared(arguments: argparse.Namespace) -> Comparison:
         types=not arguments.no_types,
         tolerance=Tolerance(arguments.rtol, arguments.atol),
     )
-    a, b = (open_reader(path, checkpoint_format(path)) for path in (arguments.a, arguments.b))
+    paths = arguments.a, arguments.b
+    each_options = options_for(parsed_storage_options(arguments), *paths)
+    a, b = (
+        open_reader(path, checkpoint_format(path, options), options)
+        for path, options in zip(paths, each_options, strict=True)
+    )
     is_watched = scope.values and sys.stderr.isatty()
     with progress_bar("comparing", compared_nbytes(a, scope) if is_watched else 0) as advance:
         found = compare(a, b, scope, advance=advance)

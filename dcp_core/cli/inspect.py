@@ -7,6 +7,7 @@ import shutil
 from dataclasses import asdict
 
 from dcp_core.cli.sources import open_reader
+from dcp_core.cli.storage_options import add_storage_options, parsed_storage_options
 from dcp_core.cli.tables import (
     can_be_written,
     counted,
@@ -46,14 +47,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--rank", type=int, metavar="R", help="as this rank would load it: its own values, and all ranks'"
     )
     parser.add_argument("--json", action="store_true", help="write one JSON object")
+    add_storage_options(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Show what is in a checkpoint."""
     if arguments.limit < 0 or (arguments.svg is not None and (arguments.tensor is None or arguments.json)):
         raise ArgumentError("--limit takes a number, 0 or more; --svg goes with --tensor, and without --json")
-    kind = checkpoint_format(arguments.path)
-    reader = open_reader(arguments.path, kind)
+    options = parsed_storage_options(arguments)
+    kind = checkpoint_format(arguments.path, options)
+    reader = open_reader(arguments.path, kind, options)
     reader.initialize_reader()
     metadata = open_metadata(reader, arguments.rank)
     if arguments.tensor is not None:

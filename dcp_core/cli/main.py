@@ -16,8 +16,10 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
 from dcp_core import __version__
+from dcp_core.cli.storage_options import without_values
 from dcp_core.cli.tables import flush_output, write_error
 from dcp_core.errors import ArgumentError, DcpError
 
@@ -80,7 +82,7 @@ def _prepare_streams() -> None:
 
 def _run(arguments: list[str]) -> int:
     named = next((argument for argument in arguments if not argument.startswith("-")), None)
-    parser = argparse.ArgumentParser(prog="dcp", description="Look after checkpoints and plugins.")
+    parser = _Parser(prog="dcp", description="Look after checkpoints and plugins.")
     parser.add_argument("--version", action="version", version=f"hyper-dcp {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     module = None
@@ -97,6 +99,13 @@ def _run(arguments: list[str]) -> int:
     code = int(module.run(parsed))
     flush_output()
     return code
+
+
+class _Parser(argparse.ArgumentParser):
+    """Complains about arguments without showing their values, which may be secrets."""
+
+    def error(self, message: str) -> NoReturn:
+        super().error(without_values(message))
 
 
 def _sentence(summary: str) -> str:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 from contextlib import ExitStack
 
+from dcp_core.cli.storage_options import add_storage_options, parsed_storage_options
 from dcp_core.cli.tables import counted, shown_bytes, write_error, write_json, write_line, write_table
 from dcp_core.convert.progress import Advance, progress_bar
 from dcp_core.errors import ArgumentError, DcpError, NotFoundError
 from dcp_core.inspection.report import Problem, VerifyReport, keys_text
 from dcp_core.inspection.text_picture import boxes_text
 from dcp_core.inspection.verify import verify
+from dcp_core.recipes.places import options_for
 from dcp_core.storage.urls import redacted
 
 _WHOLE, _DAMAGED, _NO_CHECKPOINT = 0, 1, 2
@@ -25,16 +27,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--quick", action="store_true", help="leave the checksums of data out: reads next to nothing")
     parser.add_argument("--json", action="store_true", help="write one JSON object; of several paths, an array of them")
+    add_storage_options(parser)
     parser.epilog = "exit codes: 0 whole, 1 not whole, 2 no checkpoint, or wrong arguments; of several, the highest"
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Verify; 0 when the checkpoints are whole, 1 when one is not, 2 when there is none."""
+    given = parsed_storage_options(arguments)
+    each_options = options_for(given, *arguments.paths)
     codes, values = [], []
-    for path in arguments.paths:
+    for path, options in zip(arguments.paths, each_options, strict=True):
         try:
             with _Bar() as bar:
-                report = verify(path, quick=arguments.quick, progress=bar)
+                report = verify(path, quick=arguments.quick, progress=bar, storage_options=options)
         except DcpError as error:
             write_error(error)
             codes.append(_NO_CHECKPOINT if isinstance(error, (NotFoundError, ArgumentError)) else _DAMAGED)

@@ -45,7 +45,7 @@ from dcp_core.planning.leaves import DeviceBits, LocalTensor
 from dcp_core.planning.standard_save import StandardSavePlanner
 from dcp_core.planning.write_columns import PlannedChunk
 from dcp_core.plugins import activate_codecs
-from dcp_core.recipes.places import dcp_reader, huggingface_reader, storage_at
+from dcp_core.recipes.places import dcp_reader, dcp_writer, huggingface_reader, options_for, storage_at
 from dcp_core.recipes.stored_source import PieceRequest, StoredSource, place_of
 from dcp_core.state_nest import rebuild
 from dcp_core.state_path import StatePath
@@ -83,19 +83,23 @@ def convert_full_checkpoint_to_dcp(
     cuts: Mapping[str, Cut] | None = None,
     durable: bool = True,
     progress: bool | None = None,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> Metadata:
     """Convert a full checkpoint; see `dcp_torch.offline_transform`."""
     if src_platform not in PLATFORMS:
         raise ArgumentError(f"src_platform={src_platform!r}: expected one of {', '.join(map(repr, PLATFORMS))}")
     if src_platform == "huggingface" and str(src).endswith(_TORCH_FILES):
         raise ArgumentError(f"{str(src)!r} has the name of a file that torch.save wrote: pass src_platform='torch'")
+    of_src, of_dst = options_for(storage_options, src, dst)
     if src_platform == "huggingface" or str(src).endswith(".safetensors"):
-        reader = huggingface_reader(src, key_map=key_map, cuts=cuts)
-        return convert_to_dcp(reader, dst, durable=durable, progress=progress)
+        reader = huggingface_reader(src, of_src, key_map=key_map, cuts=cuts)
+        return convert_to_dcp(reader, dst, durable=durable, progress=progress, storage_options=of_dst)
     if key_map is not None or cuts is not None:
         raise ArgumentError("key_map and cuts are for safetensors; change the names of a torch state in memory")
     state = framework.load_full(local_path(src))
-    return full_state_dict_to_dcp_format(framework, state, dst, durable=durable, progress=progress)
+    return full_state_dict_to_dcp_format(
+        framework, state, dst, durable=durable, progress=progress, storage_options=of_dst
+    )
 
 
 def full_state_dict_to_dcp_format(
@@ -105,13 +109,15 @@ def full_state_dict_to_dcp_format(
     *,
     durable: bool = True,
     progress: bool | None = None,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> Metadata:
     """Save a full state by this process alone; see `dcp_torch.offline_transform`."""
-    refuse_beside_weights(storage_at(dst))
+    refuse_beside_weights(storage_at(dst, storage_options))
     with _WatchedPlanner(progress) as planner:
         return api.save(
             state_dict,
             checkpoint_id=dst,
+            storage_writer=dcp_writer(storage_options),
             planner=planner,
             durable=durable,
             adapter=cast(Adapter, AloneAdapter(framework.adapter)),
@@ -145,11 +151,16 @@ class _WatchedPlanner(StandardSavePlanner):
 
 
 def dcp_to_full_state_dict(
-    framework: OfflineFramework, src: CheckpointId | StorageReader, *, progress: bool | None = None
+    framework: OfflineFramework,
+    src: CheckpointId | StorageReader,
+    *,
+    progress: bool | None = None,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> Any:
     """Load everything, nested as it was saved; see `dcp_torch.offline_transform`."""
     activate_codecs()
-    reader = src if isinstance(src, StorageReader) else dcp_reader(src)
+    (of_src,) = options_for(storage_options, src)
+    reader = src if isinstance(src, StorageReader) else dcp_reader(src, of_src)
     source = StoredSource(reader, verify=True)
     leaves: dict[StatePath, object] = {}
     for entry in source.objects():
@@ -160,10 +171,14 @@ def dcp_to_full_state_dict(
 
 
 def parse_checkpoint_from_huggingface(
-    framework: OfflineFramework, path: CheckpointId, *, progress: bool | None = None
+    framework: OfflineFramework,
+    path: CheckpointId,
+    *,
+    progress: bool | None = None,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Load all tensors of safetensors files; see `dcp_torch.offline_transform`."""
-    source = StoredSource(huggingface_reader(path))
+    source = StoredSource(huggingface_reader(path, storage_options))
     names = [tensor.name for tensor in source.tensors()]
     return dict(zip(names, _whole(framework, source, progress), strict=True))
 
@@ -177,6 +192,7 @@ def save_state_dict_as_huggingface_format(
     overwrite: bool = True,
     durable: bool = True,
     progress: bool | None = None,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> ConversionReport:
     """Write a full state as a Hugging Face directory; see `dcp_torch.offline_transform`."""
     limit = parse_shard_size(max_shard_size)
@@ -197,7 +213,7 @@ def save_state_dict_as_huggingface_format(
     kept, tied = _without_ties(local)
     tensors = [_file_tensor(name, local[name]) for name in kept]
     files = [[tensors[at] for at in positions] for positions in share_out([t.nbytes for t in tensors], limit)]
-    storage = storage_at(directory)
+    storage = storage_at(directory, storage_options)
     with progress_bar("write", sum(tensor.nbytes for tensor in tensors), progress) as advance:
         watched = [[_watched(tensor, advance) for tensor in inside] for inside in files]
         written = write_directory(storage, watched, overwrite=overwrite, durable=durable)

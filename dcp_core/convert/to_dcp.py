@@ -13,12 +13,13 @@ from dcp_core import api
 from dcp_core.convert.huggingface_files import refuse_beside_weights
 from dcp_core.convert.lazy_tensors import ConversionAdapter, LazyTensor, ReadAhead
 from dcp_core.convert.progress import progress_bar
+from dcp_core.execution.checkpoint_place import refuse_options
 from dcp_core.execution.interfaces import CheckpointId, StorageReader, StorageWriter
 from dcp_core.formats.objects import decode_value
 from dcp_core.metadata import Metadata, StoredTensor
 from dcp_core.planning.standard_save import StandardSavePlanner
 from dcp_core.plugins import activate_codecs
-from dcp_core.recipes.places import storage_at
+from dcp_core.recipes.places import dcp_writer, storage_at
 from dcp_core.recipes.stored_source import StoredSource
 from dcp_core.state_nest import rebuild
 from dcp_core.state_path import StatePath, decode_path
@@ -31,6 +32,7 @@ def convert_to_dcp(
     storage_writer: StorageWriter | None = None,
     durable: bool = True,
     progress: bool | None = None,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> Metadata:
     """Write what a reader reads as a checkpoint of this library.
 
@@ -42,6 +44,7 @@ def convert_to_dcp(
         storage_writer: Where to write instead of a directory.
         durable: Whether data reaches the disk before this returns.
         progress: Whether to show a bar; None: where a person watches.
+        storage_options: What fsspec gets beside `dst`; the reader has its own.
 
     Returns:
         The description of the new checkpoint.
@@ -51,7 +54,10 @@ def convert_to_dcp(
         DcpError: Nothing is changed at `dst` then.
     """
     if storage_writer is None:
-        refuse_beside_weights(storage_at(dst))
+        refuse_beside_weights(storage_at(dst, storage_options))
+        storage_writer = dcp_writer(storage_options)
+    else:
+        refuse_options(storage_options, "a storage_writer was given, which has its own")
     activate_codecs()
     source = StoredSource(reader)
     tensors = source.tensors()

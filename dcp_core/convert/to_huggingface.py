@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from dcp_core.convert.huggingface_files import (
     FileTensor,
@@ -106,13 +107,19 @@ class HuggingFaceConversion:
             for name, positions in zip(names, self.plan.files, strict=True)
         ]  # fmt: skip
 
-    def check_target(self, dst: CheckpointId | Storage, *, overwrite: bool = False) -> Storage:
+    def check_target(
+        self,
+        dst: CheckpointId | Storage,
+        *,
+        overwrite: bool = False,
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> Storage:
         """See whether a directory may be written, and give its storage. Nothing is written.
 
         Raises:
             ArgumentError: It may not; see `refuse_overwriting`.
         """
-        storage = storage_at(dst)
+        storage = storage_at(dst, storage_options)
         refuse_overwriting(storage, existing_weights(storage), overwrite)
         return storage
 
@@ -123,6 +130,7 @@ class HuggingFaceConversion:
         overwrite: bool = False,
         durable: bool = True,
         progress: bool | None = None,
+        storage_options: Mapping[str, Any] | None = None,
     ) -> ConversionReport:
         """Write the directory.
 
@@ -131,11 +139,12 @@ class HuggingFaceConversion:
             overwrite: Whether weights that are there may be replaced.
             durable: Whether data reaches the disk before this returns.
             progress: Whether to show a bar; None: where a person watches.
+            storage_options: What fsspec gets beside `dst`; the reader has its own.
 
         Raises:
             DcpError: Nothing of the new files is left then.
         """
-        storage = self.check_target(dst, overwrite=overwrite)
+        storage = self.check_target(dst, overwrite=overwrite, storage_options=storage_options)
         with (
             progress_bar("convert", self.plan.nbytes, progress) as advance,
             ReadAhead(self._source, advance) as ahead,

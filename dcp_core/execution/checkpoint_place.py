@@ -82,6 +82,62 @@ def local_path(checkpoint_id: CheckpointId) -> str:
     return decoded
 
 
+def checked_options(storage_options: object) -> Mapping[str, Any]:
+    """Read what was given as storage options; none for None.
+
+    Raises:
+        ArgumentError: They are no mapping.
+    """
+    if storage_options is not None and not isinstance(storage_options, Mapping):
+        raise ArgumentError(f"storage_options must be a mapping, found {type(storage_options).__name__}")
+    return storage_options or {}
+
+
+def refuse_options(storage_options: object, reason: str) -> None:
+    """See that no storage options were given where nobody would look at them. Their values are not shown.
+
+    Args:
+        storage_options: What was given.
+        reason: Why nobody would: a sentence about the place.
+
+    Raises:
+        ArgumentError: There are some, or they are no mapping.
+    """
+    names = sorted(map(str, checked_options(storage_options)))
+    if names:
+        raise ArgumentError(
+            f"storage_options ({', '.join(names)}) are for URLs that fsspec opens, and {reason}: leave them out, or "
+            "check the place"
+        )
+
+
+def opened_url(
+    checkpoint_id: CheckpointId, open_plugin_url: OpenUrl | None, storage_options: Mapping[str, Any] | None
+) -> Storage | None:
+    """Make the storage of a URL that is none of a file: a plugin's, else fsspec's.
+
+    Args:
+        checkpoint_id: What names the place.
+        open_plugin_url: Makes storages of URLs; fsspec makes those that it does not know.
+        storage_options: What fsspec gets beside a URL.
+
+    Returns:
+        The storage; None for a path, or where neither knows the URL.
+
+    Raises:
+        ArgumentError: There are options, and the place is a path or a plugin's; or fsspec refuses.
+    """
+    if not is_other_url(checkpoint_id):
+        refuse_options(storage_options, f"{str(checkpoint_id)!r} is a path on this machine")
+        return None
+    url = str(checkpoint_id)
+    opened = None if open_plugin_url is None else open_plugin_url(url)
+    if opened is None:
+        return open_fsspec_url(url, checked_options(storage_options))
+    refuse_options(storage_options, f"a plugin opens {redacted(url)!r}")
+    return opened
+
+
 def _absolute(path: str) -> str:
     try:
         return os.path.abspath(path)
@@ -102,7 +158,7 @@ class CheckpointPlace:
         storage_options: What fsspec gets beside a URL.
 
     Raises:
-        ArgumentError: A path and a storage, or options that are no mapping.
+        ArgumentError: A path and a storage; or options that are no mapping, or that nobody would look at.
     """
 
     def __init__(
@@ -114,10 +170,10 @@ class CheckpointPlace:
     ) -> None:
         if path is not None and storage is not None:
             raise ArgumentError("a path and a storage were given; one of them says where the checkpoint is")
-        if storage_options is not None and not isinstance(storage_options, Mapping):
-            raise ArgumentError(f"storage_options must be a mapping, found {type(storage_options).__name__}")
+        if storage is not None:
+            refuse_options(storage_options, "a storage was given, which has its own")
         self._open_plugin_url = open_plugin_url
-        self._storage_options = storage_options
+        self._storage_options = checked_options(storage_options)
         self._path: str | None = None
         self._storage = storage
         if path is not None:
@@ -130,7 +186,7 @@ class CheckpointPlace:
             ArgumentError: What names it is no place, or nothing ever did.
         """
         if checkpoint_id is not None:
-            opened = self._opened(checkpoint_id)
+            opened = opened_url(checkpoint_id, self._open_plugin_url, self._storage_options)
             if opened is not None:
                 self._path, self._storage = None, opened
                 return
@@ -140,14 +196,6 @@ class CheckpointPlace:
             self._storage = LocalStorage(self._path, operations)
         if self._storage is None:
             raise ArgumentError(_NOWHERE)
-
-    def _opened(self, checkpoint_id: CheckpointId) -> Storage | None:
-        """The storage of a URL that is none of a file: a plugin's, else fsspec's; None where neither knows it."""
-        if not is_other_url(checkpoint_id):
-            return None
-        url = str(checkpoint_id)
-        opened = None if self._open_plugin_url is None else self._open_plugin_url(url)
-        return open_fsspec_url(url, self._storage_options) if opened is None else opened
 
     @property
     def path(self) -> str | None:

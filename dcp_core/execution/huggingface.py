@@ -12,6 +12,7 @@ import time
 from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import numpy as np
 from xxhash import xxh3_64_hexdigest, xxh3_128_digest
@@ -74,7 +75,8 @@ class HuggingFaceReader(FileSystemReader):
             `Stacked`, `Narrowed` or `Selected`, over names as they are in the files, or one such name. What is named
             here takes the place of what `key_map` would give that name.
         storage: A storage to use instead of `path`.
-        open_url: Makes storages of URLs that name no file; without it they are refused.
+        open_url: Makes storages of URLs that name no file; fsspec makes those of which this knows nothing.
+        storage_options: What fsspec gets beside a URL.
 
     Raises:
         ArgumentError: A key map or a cut that is none.
@@ -88,9 +90,10 @@ class HuggingFaceReader(FileSystemReader):
         cuts: Mapping[str, Cut] | None = None,
         storage: Storage | None = None,
         open_url: OpenUrl | None = None,
+        storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         directory, self._chosen = split_path(path)
-        super().__init__(directory, storage=storage, open_url=open_url)
+        super().__init__(directory, storage=storage, open_url=open_url, storage_options=storage_options)
         key_function(key_map)
         self._key_map = key_map
         self._cuts = checked_cuts(cuts)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from dcp_core.errors import ArgumentError, DcpError, NotFoundError
-from dcp_core.execution.checkpoint_place import is_other_url, local_path
+from dcp_core.execution.checkpoint_place import is_other_url, local_path, opened_url
 from dcp_core.execution.interfaces import CheckpointId
 from dcp_core.file_names import (
     INTENT_PREFIX,
@@ -28,21 +29,27 @@ _EXPECTED = f"expected .metadata, or {_FILES}"
 _SHOWN = 4
 
 
-def checkpoint_format(path: CheckpointId) -> str:
-    """Tell what lies at a path, or at a URL whose scheme a plugin knows.
+def checkpoint_format(path: CheckpointId, options: Mapping[str, Any] | None = None) -> str:
+    """Tell what lies at a path or URL.
+
+    Args:
+        path: Where.
+        options: What fsspec gets beside a URL.
 
     Returns:
         "dcp", also for what a save left that was not completed; "torch-dcp", "huggingface", or "torch" for a file that
         `torch.save` wrote.
 
     Raises:
-        ArgumentError: None of these.
+        ArgumentError: None of these; or there are options for a path.
     """
     is_url = is_other_url(path)
+    if not is_url:
+        opened_url(path, None, options)  # refuses them
     name = redacted(str(path)) if is_url else local_path(path)
     if name.endswith(_SAFETENSORS) if is_url else os.path.isfile(name):
         return "huggingface" if name.endswith(_SAFETENSORS) else _format_of_file(name)
-    storage = storage_at(path)
+    storage = storage_at(path, options)
     try:
         names = storage.list()
     except NotFoundError:

@@ -5,6 +5,9 @@ In: a path. Out: a report that lists every file that is not sound, not just the 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from dcp_core.errors import DcpError, IncompleteError, NotFoundError
 from dcp_core.execution.huggingface import read_header, read_index, split_path
 from dcp_core.execution.interfaces import CheckpointId
@@ -18,7 +21,7 @@ from dcp_core.recipes.places import huggingface_reader
 from dcp_core.storage.base import Storage, check_name
 
 
-def verify_huggingface(checkpoint_id: CheckpointId) -> VerifyReport:
+def verify_huggingface(checkpoint_id: CheckpointId, options: Mapping[str, Any] | None = None) -> VerifyReport:
     """Check a directory of safetensors, one safetensors file, or what an index names.
 
     Raises:
@@ -26,7 +29,7 @@ def verify_huggingface(checkpoint_id: CheckpointId) -> VerifyReport:
         ArgumentError: It cannot be told which of several models is meant.
         StorageError: The directory cannot be read.
     """
-    reader = huggingface_reader(checkpoint_id)
+    reader = huggingface_reader(checkpoint_id, options)
     reader.initialize_reader()
     storage = reader.storage
     names = storage.list()

@@ -5,17 +5,17 @@ Checked are the description, whether the files that it names are there and long 
 
 from __future__ import annotations
 
-from typing import cast
+from collections.abc import Mapping
+from typing import Any
 
 from dcp_core.errors import DcpError, IncompleteError, NotFoundError, StorageError
-from dcp_core.execution.filesystem import FileSystemReader
 from dcp_core.execution.interfaces import CheckpointId
 from dcp_core.file_names import METADATA_NAME
 from dcp_core.inspection.census import names_of_files
 from dcp_core.inspection.description import columns_of, coverage_problems
 from dcp_core.inspection.report import RETRY, Problem, VerifyReport
 from dcp_core.inspection.strays import find_strays
-from dcp_core.recipes.torch_package import torch_package_module
+from dcp_core.recipes.torch_package import torch_dcp_reader
 
 _NOTE = (
     "torch DCP: description, lengths of files and coverage were checked; its data has nothing to compare with. "
@@ -23,14 +23,14 @@ _NOTE = (
 )
 
 
-def verify_torch_dcp(checkpoint_id: CheckpointId) -> VerifyReport:
+def verify_torch_dcp(checkpoint_id: CheckpointId, options: Mapping[str, Any] | None = None) -> VerifyReport:
     """Check a checkpoint of torch DCP. Where its description or a file is wrong, that is the only problem told.
 
     Raises:
         ArgumentError: torch is not installed.
         StorageError: The directory cannot be read.
     """
-    reader = cast(FileSystemReader, torch_package_module("torch_dcp").TorchDCPReader(checkpoint_id))
+    reader = torch_dcp_reader(checkpoint_id, options)
     reader.initialize_reader()
     storage = reader.storage
     names = storage.list()

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
@@ -47,7 +48,13 @@ Progress = Callable[[int, int], None]
 """Told how many bytes have been checked, and how many there are."""
 
 
-def verify(checkpoint_id: CheckpointId, *, quick: bool = False, progress: Progress | None = None) -> VerifyReport:
+def verify(
+    checkpoint_id: CheckpointId,
+    *,
+    quick: bool = False,
+    progress: Progress | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+) -> VerifyReport:
     """Tell whether a checkpoint is whole, and everything that is wrong with it.
 
     Reads all of it, in bounded memory and with a thread for every core, and compares each block with its checksum.
@@ -58,6 +65,7 @@ def verify(checkpoint_id: CheckpointId, *, quick: bool = False, progress: Progre
         checkpoint_id: The checkpoint's directory, as a path or URL; or a safetensors file, or an index of such.
         quick: Leave the checksums of data out: description, coverage, sizes, and whose files these are.
         progress: Told now and then, on the calling thread, how far this is.
+        storage_options: What fsspec gets beside a URL.
 
     Returns:
         What was found; `is_whole` sums it up, and `raise_problems` makes an error of it.
@@ -72,10 +80,11 @@ def verify(checkpoint_id: CheckpointId, *, quick: bool = False, progress: Progre
     check_callable(progress, "progress", "how many bytes have been checked and how many there are")
     began = time.perf_counter()
     place = redacted(str(checkpoint_id))
-    other = _OTHER_FORMATS.get(_kind_of(checkpoint_id))
+    other = _OTHER_FORMATS.get(_kind_of(checkpoint_id, storage_options))
     if other is not None:
-        return replace(other(checkpoint_id), place=place, is_quick=quick, seconds=time.perf_counter() - began)
-    reader = FileSystemReader(open_url=open_storage)
+        report = other(checkpoint_id, storage_options)
+        return replace(report, place=place, is_quick=quick, seconds=time.perf_counter() - began)
+    reader = FileSystemReader(open_url=open_storage, storage_options=storage_options)
     for _ in range(_ATTEMPTS):
         reader.initialize_reader(checkpoint_id)
         verification = _Verification(reader.storage, quick, progress)
@@ -92,10 +101,10 @@ def verify_storage(storage: Storage, *, quick: bool = False) -> VerifyReport:
     return replace(_Verification(storage, quick, None).run(), place=storage.describe())
 
 
-def _kind_of(path: CheckpointId) -> str:
-    storage_at(path)  # says so where this is no path, nor a URL that anybody knows
+def _kind_of(path: CheckpointId, options: Mapping[str, Any] | None) -> str:
+    storage_at(path, options)  # says so where this is no path, nor a URL that anybody knows
     try:
-        kind = checkpoint_format(path)
+        kind = checkpoint_format(path, options)
     except ArgumentError as error:
         raise NotFoundError(str(error)) from error
     except StorageError:
@@ -110,7 +119,7 @@ def _kind_of(path: CheckpointId) -> str:
     return kind
 
 
-_OTHER_FORMATS: dict[str, Callable[[CheckpointId], VerifyReport]] = {
+_OTHER_FORMATS: dict[str, Callable[[CheckpointId, Mapping[str, Any] | None], VerifyReport]] = {
     "huggingface": verify_huggingface,
     "torch-dcp": verify_torch_dcp,
 }

@@ -15,7 +15,7 @@ from dcp_core.api import DEADLINE_SECONDS
 from dcp_core.arguments import check_adapter, check_timeout, usable_timeout
 from dcp_core.arrays import NumpyAdapter
 from dcp_core.errors import ArgumentError
-from dcp_core.execution.checkpoint_place import is_other_url, local_path
+from dcp_core.execution.checkpoint_place import checked_options, is_other_url, local_path, opened_url
 from dcp_core.execution.interfaces import CheckpointId
 from dcp_core.manager.survey import RootSurvey, survey, warn_of_skipped
 from dcp_core.recipes.agreement import Agreement, argument_digests, check_arguments
@@ -91,7 +91,7 @@ def survey_checkpoints(
     chosen = NumpyAdapter() if adapter is None else adapter
     return survey_on_ranks(
         chosen, process_group, timeout_seconds, root, lambda: storage_at(root, storage_options), verify=verify,
-        no_dist=no_dist, check=lambda: check_options(storage_options),
+        no_dist=no_dist, check=lambda: check_options(root, storage_options),
     )  # fmt: skip
 
 
@@ -164,10 +164,15 @@ def shown_root(root: CheckpointId) -> str:
     return str(root) if is_other_url(root) else os.path.abspath(local_path(root))
 
 
-def check_options(storage_options: object) -> None:
-    """Refuse what are no storage options."""
-    if storage_options is not None and not isinstance(storage_options, Mapping):
-        raise ArgumentError(f"storage_options must be a mapping, found {type(storage_options).__name__}")
+def check_options(root: CheckpointId, storage_options: object) -> None:
+    """Refuse what are no storage options, and those that nobody would look at.
+
+    Raises:
+        ArgumentError: They are none, or `root` is no URL.
+    """
+    options = checked_options(storage_options)
+    if not is_other_url(root):
+        opened_url(root, None, options)  # refuses them
 
 
 def _checked(root: CheckpointId, verify: bool, arguments: dict[str, object]) -> bytes:

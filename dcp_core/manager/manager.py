@@ -92,7 +92,7 @@ class CheckpointManager:
     ) -> None:
         check_flags(check_replicas=check_replicas, durable=durable)
         check_timeout(timeout_seconds)
-        check_options(storage_options)
+        check_options(root, storage_options)
         check_adapter(adapter)
         checked_kind(calls, Calls, "calls")
         self.root = shown_root(root)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,9 @@ from dcp_core.planning.regions import intersect_chunks
 from dcp_core.plugins import open_storage
 
 
-def read_tensor(checkpoint_id: CheckpointId, key: str, box: Box | None) -> npt.NDArray[Any]:
+def read_tensor(
+    checkpoint_id: CheckpointId, key: str, box: Box | None, storage_options: Mapping[str, Any] | None = None
+) -> npt.NDArray[Any]:
     """Plan and read the region like a load of one rank.
 
     Raises:
@@ -30,7 +33,7 @@ def read_tensor(checkpoint_id: CheckpointId, key: str, box: Box | None) -> npt.N
         raise ArgumentError(f"key must be the name of a tensor, found {key!r}")
     if box is not None and not isinstance(box, Box):
         raise ArgumentError(f"box must be a Box(offsets, sizes), found {box!r}")
-    reader = FileSystemReader(open_url=open_storage)
+    reader = FileSystemReader(open_url=open_storage, storage_options=storage_options)
     reader.initialize_reader(checkpoint_id)
     metadata = reader.load_metadata()
     stored = _stored_tensor(metadata, key)

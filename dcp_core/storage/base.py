@@ -1,197 +1,26 @@
 """What a storage is: a flat directory of named files, few primitives, defaults over them.
 
 In: names and bytes. Out: bytes, or a `StorageError` that names operation, file and remedy. No tensor, no plan.
-`storage.local` implements it over files; another backend implements the same primitives.
+`storage.local` implements it over files; another backend implements the same primitives. What an implementation needs
+besides is importable from here: `ReadHandle`, `WriteHandle`, `check_name`, `storage_error`.
 """
 
 from __future__ import annotations
 
-import errno
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from types import TracebackType
 
-from dcp_core.errors import ArgumentError, DcpError, IncompleteError, StorageError
+from dcp_core.errors import ArgumentError, IncompleteError, StorageError
+from dcp_core.storage.file_errors import check_name, storage_error
+from dcp_core.storage.handles import ReadHandle, WriteHandle
 from dcp_core.storage.operations import BytesLike
+
+__all__ = ["Names", "ReadHandle", "Storage", "WriteHandle", "check_name", "storage_error"]
 
 Names = list[str]  # `Storage.list` hides the built-in inside the class
 
-_REMEDIES = {
-    errno.ENOSPC: "free some space, or save elsewhere",
-    errno.EDQUOT: "the quota is used up: free some space, or save elsewhere",
-    errno.EACCES: "check the permissions of the directory on this machine",
-    errno.EPERM: "check the permissions of the directory on this machine",
-    errno.EROFS: "the file system is mounted read-only",
-    errno.EEXIST: "another save is writing here, or a file of this name was put here; save again",
-    errno.ENOENT: "the directory or the file was removed in the meantime, or nothing can be made there",
-    errno.ENOTDIR: "a part of the path is a file; choose another path",
-    errno.ESTALE: "the directory was removed on the file server in the meantime",
-    errno.EMFILE: "raise the limit of open files (ulimit -n)",
-    errno.EFBIG: "the file system or a limit (ulimit -f) does not allow files of this size",
-}
 _LONGEST_TARGET = 1024
-_NOWHERE_TO_CREATE = "the directory is gone, or is not on a file system that all ranks share"
-
-
-def storage_error(operation: str, name: str, where: str, error: OSError) -> StorageError:
-    """Turn what the operating system said into our error.
-
-    Args:
-        operation: What was tried, in words ("create").
-        name: The file, "" for the directory itself.
-        where: The storage, from `Storage.describe`.
-        error: What was raised.
-
-    Returns:
-        A `StorageError` with the same `errno`.
-    """
-    target = f"{name!r} in {where}" if name else where
-    reason = error.strerror or str(error)
-    code = errno.errorcode.get(error.errno or 0, "no errno")
-    remedy = _REMEDIES.get(error.errno or 0)
-    if operation == "create" and error.errno == errno.ENOENT:
-        remedy = _NOWHERE_TO_CREATE
-    made = StorageError(f"could not {operation} {target}: {reason} [{code}]" + (f"; {remedy}" if remedy else ""))
-    made.errno = error.errno
-    return made
-
-
-def check_name(name: str, error_type: type[DcpError] = ArgumentError) -> str:
-    """Check that a name stays inside the directory.
-
-    Args:
-        name: Name of a file.
-        error_type: Raised for a bad one: `CorruptError` for names that came out of a file.
-
-    >>> check_name("_rank0_.safetensors")
-    '_rank0_.safetensors'
-    """
-    if name in ("", ".", "..") or any(character in name for character in "/\\\0"):
-        raise error_type(f"{name!r} is no name of a file in the checkpoint's directory: expected one plain component")
-    try:
-        os.fsencode(name)
-    except UnicodeEncodeError as error:
-        raise error_type(f"{name!r} is no name of a file: it cannot be encoded") from error
-    return name
-
-
-class ReadHandle(ABC):
-    """An open file to read. Several threads may read from one at a time.
-
-    Attributes:
-        name: Name of the file.
-        nbytes: Its size when it was opened.
-    """
-
-    name: str
-    nbytes: int
-
-    @abstractmethod
-    def read_into(self, offset: int, target: memoryview) -> None:
-        """Fill `target` from the byte at `offset`.
-
-        Args:
-            offset: Byte position in the file.
-            target: Contiguous, writable memory of any size.
-
-        Raises:
-            IncompleteError: If the file ends before.
-            StorageError: If the storage refuses.
-        """
-
-    def read_scattered(self, offset: int, targets: Sequence[memoryview]) -> None:
-        """Fill targets one after another from the byte at `offset`.
-
-        A storage that can fill several places in one request does so; the default reads into memory of its own first.
-
-        Args:
-            offset: Byte position in the file.
-            targets: Contiguous, writable bytes (format "B"), any number.
-
-        Raises:
-            IncompleteError: If the file ends before.
-            StorageError: If the storage refuses.
-        """
-        if len(targets) == 1:
-            self.read_into(offset, targets[0])
-            return
-        joined = memoryview(bytearray(sum(map(len, targets))))
-        self.read_into(offset, joined)
-        position = 0
-        for target in targets:
-            target[:] = joined[position : position + len(target)]
-            position += len(target)
-
-    @abstractmethod
-    def close(self) -> None:
-        """Close the file; twice is fine."""
-
-    def __enter__(self) -> ReadHandle:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-
-class WriteHandle(ABC):
-    """A new file to write. Several threads may write to one at a time, at different places.
-
-    Attributes:
-        name: Name of the file.
-        nbytes: Its full size, given when it was created.
-    """
-
-    name: str
-    nbytes: int
-
-    @abstractmethod
-    def write(self, offset: int, buffers: Sequence[BytesLike]) -> None:
-        """Write buffers one after another from the byte at `offset`.
-
-        Args:
-            offset: Byte position in the file.
-            buffers: Contiguous memory, any number and any sizes; must end inside `nbytes`.
-
-        Raises:
-            StorageError: If the storage refuses.
-        """
-
-    def write_back(self, offset: int, nbytes: int) -> None:
-        """Let the storage begin to make bytes durable that were written, without waiting: `sync` then waits less.
-
-        Args:
-            offset: First byte.
-            nbytes: How many.
-        """
-        return
-
-    @abstractmethod
-    def sync(self) -> None:
-        """Wait until the content survives a power failure."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Close the file; twice is fine.
-
-        Raises:
-            StorageError: If the storage reports a late error.
-        """
-
-    def __enter__(self) -> WriteHandle:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is None:
-            self.close()
-            return
-        with suppress(StorageError):  # the first error says more than a late one
-            self.close()
 
 
 class Storage(ABC):
@@ -293,6 +122,10 @@ class Storage(ABC):
         """Wait until all names survive a power failure."""
 
     # --- defaults ------------------------------------------------------------------------------------
+
+    def hurry(self) -> None:
+        """Be told that what follows only cleans up after a failure; who tries again for long may leave that now."""
+        return
 
     def check_space(self, nbytes: int) -> None:
         """See that files of so many bytes together fit, before any is created. Storages that cannot tell do nothing.

@@ -144,6 +144,7 @@ def abort(storage: Storage, opening: Opening | None, own_files: Iterable[str], *
     doomed = set(own_files)
     if opening is None and not doomed:
         return
+    storage.hurry()
     try:
         if opening is not None:
             doomed |= _files_of_save(storage, opening)

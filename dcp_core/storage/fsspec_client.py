@@ -7,7 +7,7 @@ here is kept across a fork: a process makes a file system of its own when it fir
 from __future__ import annotations
 
 import datetime
-import importlib
+import inspect
 import io
 import os
 import threading
@@ -17,11 +17,11 @@ from typing import Any, TypeVar
 import xxhash
 
 from dcp_core.errors import ArgumentError, DcpError, StorageError
-from dcp_core.storage.base import storage_error
+from dcp_core.storage.file_errors import storage_error
+from dcp_core.storage.fsspec_packages import fsspec_module, missing_package
 from dcp_core.storage.retries import Retries, answer_of, is_passing
+from dcp_core.storage.secret_options import secrets_of
 from dcp_core.storage.urls import HIDDEN, passwords_in, redacted, schemes_of
-
-INSTALL = 'python3 -m pip install "hyper-dcp[fsspec]"'
 
 Entry = Mapping[str, Any]
 """What a file system tells about a name: its size, its type, some time."""
@@ -36,17 +36,7 @@ _RENAMING = frozenset(("file", "local", "sftp", "ssh", "hdfs", "arrow_hdfs"))
 
 _IN_PROCESS = frozenset(("memory",))
 _TIMES = ("LastModified", "last_modified", "updated", "mtime", "modified", "modificationTime", "created")
-_OPEN_SECRETS = ("endpoint", "url", "region", "anon", "version", "protocol", "project", "account_name")
-_INSTALL_PACKAGE = "python3 -m pip install"
-_PACKAGES = {
-    **dict.fromkeys(_S3, "s3fs"),
-    **dict.fromkeys(("gs", "gcs"), "gcsfs"),
-    **dict.fromkeys(("az", "abfs", "abfss", "adl"), "adlfs"),
-    **dict.fromkeys(("hdfs", "arrow_hdfs"), "pyarrow"),
-    **dict.fromkeys(("sftp", "ssh"), "paramiko"),
-}
 _NO_BUCKET = "NoSuchBucket"
-_SHORTEST_SECRET = 4
 _MOST_INSTANCES = 32
 _VARIABLES = ("AWS_", "AZURE_", "FSSPEC_", "GCSFS_", "GOOGLE_", "HADOOP_")
 # What botocore and s3fs would try again by themselves is tried here.
@@ -59,17 +49,6 @@ _S3_CONFIG = {
 
 _instances: dict[tuple[int, str], Any] = {}
 _instances_lock = threading.Lock()
-
-
-def knows_scheme(url: str) -> bool:
-    """Return whether fsspec has a file system for a URL.
-
-    Raises:
-        ArgumentError: fsspec is not installed.
-    """
-    registry = _fsspec("fsspec.registry", url)
-    known = {*registry.known_implementations, *registry.registry}
-    return all(scheme in known for scheme in schemes_of(url))
 
 
 class FsspecClient:
@@ -89,7 +68,9 @@ class FsspecClient:
         self.options = dict(options)
         self.shown = repr(redacted(url))
         self._retries = retries
-        self._secrets = (*_secrets_of(self.options), *passwords_in(url))
+        self._secrets = (*secrets_of(self.options), *passwords_in(url))
+        self._hurries = False
+        self._gave_up = False
         self._own: tuple[int, Any, str] | None = None
         scheme = schemes_of(url)[-1]
         self.knows_directories = scheme not in KEYS_ONLY
@@ -107,7 +88,7 @@ class FsspecClient:
         return own[1], own[2]
 
     def _made(self) -> tuple[Any, str]:
-        core = _fsspec("fsspec.core", self.url)
+        core = fsspec_module("fsspec.core", self.url)
         is_chained = "::" in self.url
         place = self.url if is_chained else "/".join(self.url.split("/", 3)[:3])
         key = (os.getpid(), f"{place} {_digest(sorted(self.options.items(), key=repr), _surroundings())}")
@@ -124,9 +105,7 @@ class FsspecClient:
                 _instances[key] = made
                 return made, str(path).rstrip("/")
         except ImportError as error:
-            package = _PACKAGES.get(schemes_of(self.url)[-1])
-            remedy = f"; {_INSTALL_PACKAGE} {package}" if package else ""
-            raise ArgumentError(f"{self.shown} needs a package that is not installed: {error}{remedy}") from error
+            raise missing_package(self.url, error) from error
         except Exception as error:
             text = self.scrubbed(f"{type(error).__name__}: {error}")
             raise ArgumentError(f"fsspec makes no file system of {self.shown}: {text}") from self.cause(error)
@@ -136,7 +115,7 @@ class FsspecClient:
         scheme, *further = schemes_of(self.url)
         if scheme not in _S3 or further:
             return self.options
-        configured = _fsspec("fsspec.config", self.url).conf.get(scheme, {}).get("config_kwargs") or {}
+        configured = fsspec_module("fsspec.config", self.url).conf.get(scheme, {}).get("config_kwargs") or {}
         config = {**_S3_CONFIG, **configured, **(self.options.get("config_kwargs") or {})}
         return {"use_listings_cache": False, **self.options, "config_kwargs": config}
 
@@ -164,7 +143,7 @@ class FsspecClient:
         """Bytes of a file; fewer where it ends before, None when there is no file."""
 
         def request(file_system: Any, path: str) -> bytes:
-            found: bytes = file_system.cat_file(path, start=start, end=stop)
+            found: bytes = self._carry(stop - start, file_system, "cat_file", path, start=start, end=stop)
             return found
 
         return self._or_none("read", name, request)
@@ -174,7 +153,7 @@ class FsspecClient:
         if self.has_parts:
             self.ask("write", name, lambda made, path: self._to_s3(made, path, "put_object", body=content))
             return
-        self.ask("write", name, lambda file_system, path: file_system.pipe_file(path, content))
+        self.ask("write", name, lambda made, path: self._carry(len(content), made, "pipe_file", path, content))
 
     def put_local(self, name: str, local_path: str) -> None:
         """Give a name the content of a local file, as the file system does that best."""
@@ -227,8 +206,14 @@ class FsspecClient:
 
         def request(file_system: Any, path: str) -> list[tuple[str, str]]:
             bucket, key, _ = file_system.split_path(path)
-            answer = file_system.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=f"{key}/")
-            return [(found["Key"][len(key) + 1 :], found["UploadId"]) for found in answer.get("Uploads", ())]
+            uploads: list[tuple[str, str]] = []
+            after: dict[str, str] = {}
+            while True:  # a page has a thousand
+                answer = file_system.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=f"{key}/", **after)
+                uploads += [(found["Key"][len(key) + 1 :], found["UploadId"]) for found in answer.get("Uploads", ())]
+                after = {"KeyMarker": answer.get("NextKeyMarker"), "UploadIdMarker": answer.get("NextUploadIdMarker")}
+                if not answer.get("IsTruncated") or not all(after.values()):
+                    return uploads
 
         return (self._or_none("list the unfinished files of", "", request) or []) if self.has_parts else []
 
@@ -237,14 +222,27 @@ class FsspecClient:
         what = method.replace("_", " ")
         return self.ask(what, name, lambda made, path: self._to_s3(made, path, method, body, **arguments))
 
-    @staticmethod
-    def _to_s3(file_system: Any, path: str, method: str, body: bytes | None = None, **arguments: Any) -> Any:
+    def _to_s3(self, file_system: Any, path: str, method: str, body: bytes | None = None, **arguments: Any) -> Any:
         bucket, key, _ = file_system.split_path(path)
         if body is not None:  # a stream, which is sent piece by piece, so that other requests go on meanwhile
             arguments["Body"] = io.BytesIO(body)
-        return file_system.call_s3(method, Bucket=bucket, Key=key, **arguments)
+        return self._carry(len(body or b""), file_system, "call_s3", method, Bucket=bucket, Key=key, **arguments)
+
+    def _carry(self, nbytes: int, file_system: Any, method: str, *arguments: Any, **named: Any) -> Any:
+        """Make a call that carries so many bytes; where the client can stop, it ends in bounded time."""
+        unbounded = getattr(file_system, f"_{method}", None)
+        if not getattr(file_system, "async_impl", False) or not inspect.iscoroutinefunction(unbounded):
+            return getattr(file_system, method)(*arguments, **named)
+        seconds = self._retries.seconds_for(nbytes)
+        return fsspec_module("fsspec.asyn", self.url).sync(
+            file_system.loop, unbounded, *arguments, timeout=seconds, **named
+        )
 
     # --- what all have in common ---------------------------------------------------------------------
+
+    def hurry(self) -> None:
+        """From now on make requests once, while the store does not answer: what follows only cleans up."""
+        self._hurries = True
 
     def ask(self, what: str, name: str, request: Callable[[Any, str], _Result]) -> _Result:
         """Make a request about a name; what is not there is an error.
@@ -275,18 +273,23 @@ class FsspecClient:
             tried += 1
             return request(file_system, path)
 
+        retries = self._retries.once() if self._hurries and self._gave_up else self._retries
         try:
-            return self._retries.run(f"{what} {name!r} in {self.shown}", counted)
+            answer = retries.run(f"{what} {name!r} in {self.shown}", counted)
+            self._gave_up = False
+            return answer
         except (FileNotFoundError, DcpError):
             raise
         except Exception as error:
+            self._gave_up = self._gave_up or is_passing(error)
             raise self.failure(what, name, error, tried) from self.cause(error)
 
     def failure(self, what: str, name: str, error: Exception, tried: int = 1) -> StorageError:
         """What was raised after so many attempts, as an error of ours, without credentials."""
         told = [f"answered {answer}" for answer in (answer_of(error),) if answer]
         told += [f"tried {tried} times"] if is_passing(error) else []
-        reason = self.scrubbed(f"{type(error).__name__}: {error}" + (f" ({', '.join(told)})" if told else ""))
+        said = str(error) or "no answer in time" if isinstance(error, TimeoutError) else str(error)
+        reason = self.scrubbed(f"{type(error).__name__}: {said}" + (f" ({', '.join(told)})" if told else ""))
         number = error.errno if isinstance(error, OSError) else None
         return storage_error(what, name, self.shown, OSError(number or 0, reason) if number else OSError(reason))
 
@@ -317,16 +320,6 @@ def time_of(entry: Entry) -> float | None:
     return None
 
 
-def _fsspec(module: str, url: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise ArgumentError(
-            f"{redacted(url)!r} is a URL that no installed plugin knows (`dcp plugins` lists them); fsspec may, and is "
-            f"not installed: {INSTALL}"
-        ) from error
-
-
 def _surroundings() -> list[tuple[str, str]]:
     """The variables that say where a store is, and who asks."""
     return sorted((name, value) for name, value in os.environ.items() if name.startswith(_VARIABLES))
@@ -334,12 +327,3 @@ def _surroundings() -> list[tuple[str, str]]:
 
 def _digest(*values: object) -> str:
     return xxhash.xxh3_128_hexdigest(repr(values).encode("utf-8", "surrogateescape"))
-
-
-def _secrets_of(options: Any, name: str = "") -> tuple[str, ...]:
-    """Texts among the options that nobody may see: all but those whose names say that they are harmless."""
-    if isinstance(options, Mapping):
-        return tuple(found for key, value in options.items() for found in _secrets_of(value, str(key).lower()))
-    if not isinstance(options, str) or len(options) < _SHORTEST_SECRET:
-        return ()
-    return () if any(word in name for word in _OPEN_SECRETS) else (options,)

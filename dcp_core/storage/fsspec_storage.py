@@ -16,17 +16,16 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
-from dcp_core.errors import ArgumentError, CorruptError, DcpError, IncompleteError, NotFoundError, StorageError
+from dcp_core.errors import ArgumentError, CorruptError, DcpError, NotFoundError, StorageError
 from dcp_core.file_names import MAILBOX_PREFIX, parse_data_file_name
 from dcp_core.storage.base import Names, ReadHandle, Storage, WriteHandle, check_name, storage_error
-from dcp_core.storage.fsspec_client import KEYS_ONLY, Entry, FsspecClient, knows_scheme, time_of
+from dcp_core.storage.fsspec_client import KEYS_ONLY, Entry, FsspecClient, time_of
+from dcp_core.storage.fsspec_packages import knows_scheme
+from dcp_core.storage.fsspec_reads import READS_AT_ONCE, SHORT_READS, HeldHandle, RangedHandle
 from dcp_core.storage.fsspec_uploads import PARTS_IN_FLIGHT, open_upload
 from dcp_core.storage.operations import BytesLike
 from dcp_core.storage.retries import RETRIES_OPTION, Retries
 from dcp_core.storage.urls import inside, is_url, normalised, redacted, schemes_of
-
-RANGE_BYTES = 8 << 20
-"""A larger read is made by several requests at once."""
 
 GAP_BYTES = 1 << 20
 """What arrives in the time that another request takes: some ten milliseconds at some ten MiB a second."""
@@ -35,8 +34,6 @@ HELD_BYTES = 16 << 20
 """A smaller file that may be replaced is read whole when it is opened, so that no reader sees two contents of it."""
 
 _LOG = logging.getLogger("dcp.storage")
-_READS_AT_ONCE = 8
-_SHORT_READS = 3
 _SIZE_SECONDS = 30.0
 
 
@@ -66,7 +63,7 @@ class FsspecStorage(Storage):
     """
 
     is_object_store = True
-    requests_at_once = _READS_AT_ONCE
+    requests_at_once = READS_AT_ONCE
     gap_bytes = GAP_BYTES
 
     def __init__(self, url: str, options: Mapping[str, Any] | None = None, *, retries: Retries | None = None) -> None:
@@ -127,6 +124,10 @@ class FsspecStorage(Storage):
             raise NotFoundError(f"there is no directory {self.describe()}")
         return sorted(name for name, entry in (found or {}).items() if entry.get("type") == "directory")
 
+    def hurry(self) -> None:
+        """From now on make requests once, while the store does not answer."""
+        self._client.hurry()
+
     def sync(self) -> None:
         """Nothing is left to do: an object that was put is there."""
 
@@ -144,7 +145,7 @@ class FsspecStorage(Storage):
         """Return the sizes of many files, by several requests at once."""
         if len(names) < 2:
             return [self.size(name) for name in names]
-        with ThreadPoolExecutor(min(_READS_AT_ONCE, len(names)), thread_name_prefix="dcp-look-up") as pool:
+        with ThreadPoolExecutor(min(READS_AT_ONCE, len(names)), thread_name_prefix="dcp-look-up") as pool:
             return list(pool.map(self.size, names))
 
     def modified_seconds(self, name: str) -> float | None:
@@ -170,14 +171,17 @@ class FsspecStorage(Storage):
         nbytes, seen_at = self._seen.pop(name, (None, 0.0))
         if time.monotonic() - seen_at > _SIZE_SECONDS:
             nbytes = self.size(name)
-        if nbytes is None:
-            raise self._absent(name)
-        if parse_data_file_name(name) is not None or nbytes > HELD_BYTES:
-            return _RangedHandle(self, self._client, name, nbytes)
-        content = self._client.get(name, 0, HELD_BYTES) if nbytes else b""
-        if content is None:
-            raise self._absent(name)
-        return _HeldHandle(self, name, content)
+        if nbytes is not None and (parse_data_file_name(name) is not None or nbytes > HELD_BYTES):
+            return RangedHandle(self._client, name, nbytes)
+        content: bytes | None = b""
+        for _ in range(SHORT_READS):  # other sizes are those of other contents, or of an answer that was cut short
+            content = self._client.get(name, 0, HELD_BYTES) if nbytes else b""
+            if nbytes is None or content is None:
+                raise self._absent(name)
+            if len(content) == nbytes:
+                break
+            nbytes = self.size(name)
+        return HeldHandle(self.describe(), name, content or b"")
 
     def get(self, name: str, most_nbytes: int = HELD_BYTES) -> bytes | None:
         """Read a small file that is not empty by one request; None when there is none."""
@@ -259,99 +263,7 @@ class FsspecStorage(Storage):
         return NotFoundError(f"there is no {name!r} in {self.describe()}")
 
 
-class _HeldHandle(ReadHandle):
-    """A small file, as it was when it was opened."""
-
-    def __init__(self, storage: FsspecStorage, name: str, content: bytes) -> None:
-        self.name = name
-        self.nbytes = len(content)
-        self._storage = storage
-        self._content = content
-
-    def read_into(self, offset: int, target: memoryview) -> None:
-        """Fill `target` from the byte at `offset`."""
-        _check_range(self._storage, self, offset, target.nbytes)
-        target.cast("B")[:] = self._content[offset : offset + target.nbytes]
-
-    def close(self) -> None:
-        """Nothing is open."""
-
-
-class _RangedHandle(ReadHandle):
-    """A file that is read by ranges."""
-
-    def __init__(self, storage: FsspecStorage, client: FsspecClient, name: str, nbytes: int) -> None:
-        self.name = name
-        self.nbytes = nbytes
-        self._storage = storage
-        self._client = client
-
-    def read_into(self, offset: int, target: memoryview) -> None:
-        """Fill `target` from the byte at `offset`, by several requests at once where it is large."""
-        if target.nbytes:
-            self.read_scattered(offset, [target.cast("B")])
-
-    def read_scattered(self, offset: int, targets: Sequence[memoryview]) -> None:
-        """Fill targets one after another from the byte at `offset`."""
-        wanted = sum(map(len, targets))
-        _check_range(self._storage, self, offset, wanted)
-        calls = _calls(offset, targets)
-        if len(calls) <= 1:
-            for call in calls:
-                self._fill(*call)
-            return
-        with ThreadPoolExecutor(min(_READS_AT_ONCE, len(calls)), thread_name_prefix="dcp-download") as pool:
-            for future in [pool.submit(self._fill, *call) for call in calls]:
-                future.result()
-
-    def _fill(self, offset: int, targets: Sequence[memoryview]) -> None:
-        """Fill targets by one request; it is made again when fewer bytes come than there are."""
-        wanted = sum(map(len, targets))
-        content: bytes | None = b""
-        for _ in range(_SHORT_READS):
-            content = self._client.get(self.name, offset, offset + wanted)
-            if content is None or len(content) == wanted:
-                break
-        if content is None or len(content) != wanted:
-            found = "is gone" if content is None else f"gives {len(content)} bytes from byte {offset} on"
-            raise IncompleteError(
-                f"{self.name!r} in {self._storage.describe()} {found}: expected bytes up to {offset + wanted}; the "
-                "file was removed, or cut short"
-            )
-        view, position = memoryview(content), 0
-        for target in targets:
-            target[:] = view[position : position + len(target)]
-            position += len(target)
-
-    def close(self) -> None:
-        """Nothing is open."""
-
-
 def _is_unique(name: str) -> bool:
     """Whether a name is never used for another content, so that what was seen of it a moment ago holds."""
     parsed = parse_data_file_name(name)
     return parsed is not None and bool(parsed[3])
-
-
-def _check_range(storage: FsspecStorage, handle: ReadHandle, offset: int, nbytes: int) -> None:
-    if nbytes and (offset < 0 or offset + nbytes > handle.nbytes):
-        raise IncompleteError(
-            f"{handle.name!r} in {storage.describe()} ends at byte {handle.nbytes}: expected bytes up to "
-            f"{offset + nbytes}; the file was cut short"
-        )
-
-
-def _calls(offset: int, targets: Sequence[memoryview]) -> list[tuple[int, list[memoryview]]]:
-    """Which targets one request fills each: as many as fit, and large ones by pieces."""
-    calls: list[tuple[int, list[memoryview]]] = []
-    room = 0
-    for target in targets:
-        view = target
-        while view:
-            if not room:
-                calls.append((offset, []))
-                room = RANGE_BYTES
-            piece = view[:room]
-            calls[-1][1].append(piece)
-            offset, room, view = offset + len(piece), room - len(piece), view[len(piece) :]
-    return calls

@@ -16,8 +16,8 @@ from contextlib import suppress
 from typing import Any
 
 from dcp_core.errors import ArgumentError, DcpError, StorageError
-from dcp_core.storage.base import WriteHandle
 from dcp_core.storage.fsspec_client import FsspecClient
+from dcp_core.storage.handles import WriteHandle
 from dcp_core.storage.operations import BytesLike
 
 PART_BYTES = 8 << 20
@@ -249,6 +249,7 @@ class _Parts(_Upload):
         for future in self._futures:
             if future.cancelled():
                 self._room.release()
+        self._client.hurry()
         with suppress(DcpError):
             self._client.call_s3("abort_multipart_upload", self.name, UploadId=self._upload_id)
         self._release()

@@ -12,7 +12,7 @@ import math
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
 from dcp_core.errors import ArgumentError
@@ -54,6 +54,7 @@ _PASSING_NAMES = (
 )
 _CLIENTS = ("aiobotocore", "aiohttp", "azure", "botocore", "fsspec", "gcsfs", "google", "requests", "urllib3")
 _MOST_CAUSES = 8
+_SLOWEST_BYTES_PER_SECOND = 64 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,17 +66,20 @@ class Retries:
         first_pause_seconds: Before the second one; each pause after it is twice as long.
         longest_pause_seconds: No pause is longer. Each is cut by up to a half, at random, so that ranks spread.
         total_seconds: No attempt begins later than this after the first one.
+        attempt_seconds: An attempt that reads or writes lasts no longer, but for a second more for each 64 KiB that it
+            carries: an answer that trickles in ends, too. Only clients that can be told to stop hold it.
     """
 
     attempts: int = 10
     first_pause_seconds: float = 0.1
     longest_pause_seconds: float = 5.0
     total_seconds: float = 300.0
+    attempt_seconds: float = 120.0
 
     def __post_init__(self) -> None:
         if isinstance(self.attempts, bool) or not isinstance(self.attempts, int) or self.attempts < 1:
             raise ArgumentError(f"attempts must be a whole number, 1 or more, found {self.attempts!r}")
-        for name in ("first_pause_seconds", "longest_pause_seconds", "total_seconds"):
+        for name in ("first_pause_seconds", "longest_pause_seconds", "total_seconds", "attempt_seconds"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
                 raise ArgumentError(f"{name} must be a number of seconds, 0 or more, found {value!r}")
@@ -114,6 +118,14 @@ class Retries:
                 _LOG.info("%s: %s; attempt %d of %d", what, type(error).__name__, attempt, self.attempts)
             time.sleep(pause)
             attempt += 1
+
+    def once(self) -> Retries:
+        """The same limits for one attempt, and no second one."""
+        return replace(self, attempts=1)
+
+    def seconds_for(self, nbytes: int) -> float:
+        """How long an attempt may last that carries so many bytes."""
+        return self.attempt_seconds + nbytes / _SLOWEST_BYTES_PER_SECOND
 
     def pause_seconds(self, attempt: int) -> float:
         """How long to wait after an attempt, counted from 1."""

@@ -139,7 +139,7 @@ def _die_while_saving(context: RankContext, url: str) -> Outcome:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(FsspecClient, "put", deadly)
         return outcome_of(
-            seat.save, state_of(seat.rank, seat.world, 2), checkpoint_id=url, timeout_seconds=2.0
+            seat.save, state_of(seat.rank, seat.world, 2), checkpoint_id=url, timeout_seconds=15.0
         )  # fmt: skip
 
 

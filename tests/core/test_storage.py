@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dcp_core.errors import ArgumentError, CorruptError, IncompleteError, NotFoundError, StorageError
-from dcp_core.storage import local, operations
+from dcp_core.storage import local_handles, operations
 from dcp_core.storage.base import ReadHandle, Storage, check_name, storage_error
 from dcp_core.storage.local import LocalStorage
 from dcp_core.storage.operations import BytesLike, FileOperations
@@ -107,8 +107,8 @@ def test_buffers_land_one_after_another_however_calls_are_cut(
     storage = LocalStorage(tmp_path_factory.mktemp("cut"), FaultyOperations(max_io_bytes=max_io_bytes))
     whole = b"".join(pieces)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(local, "_MAX_CALL_BUFFERS", max_buffers)
-        patch.setattr(local, "_MAX_CALL_BYTES", max_call)
+        patch.setattr(local_handles, "_MAX_CALL_BUFFERS", max_buffers)
+        patch.setattr(local_handles, "_MAX_CALL_BYTES", max_call)
         with storage.create("a", start + len(whole) + 3) as handle:
             handle.write(start, pieces)
         with storage.open_read("a") as reader:
@@ -573,7 +573,7 @@ def test_memory_beyond_one_call_is_moved_in_several(tmp_path: Path) -> None:
         pytest.skip("needs 64 bits and sparse files")
     counted = Counted()
     counted.calls = []
-    limit = local._MAX_CALL_BYTES
+    limit = local_handles._MAX_CALL_BYTES
     nbytes = 2 * limit + 10
     storage = LocalStorage(tmp_path, counted)
     with mmap.mmap(-1, nbytes) as untouched, memoryview(untouched) as view:

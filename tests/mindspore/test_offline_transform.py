@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 import json
 from collections import OrderedDict
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,7 @@ from dcp_mindspore.offline_transform import (
     parse_checkpoint_from_huggingface,
     save_state_dict_as_huggingface_format,
 )
+from tests.core.guarded_store import OPTIONS, SCHEME
 from tests.mindspore.ms_ranks import MindSporeRank, run_mindspore
 
 pytestmark = pytest.mark.timeout(120)
@@ -250,3 +253,29 @@ def test_a_type_that_mindspore_lacks_is_named(tmp_path: Path) -> None:
     save(tmp_path, {"odd": torch.zeros(4, dtype=torch.uint8).view(torch.float8_e5m2fnuz)})
     with pytest.raises(ValueError, match="no dtype float8_e5m2fnuz"):
         parse_checkpoint_from_huggingface(tmp_path)
+
+
+def test_every_function_takes_storage_options(tmp_path: Path) -> None:
+    state: dict[str, Any] = {"model": {"w": Tensor(np.arange(6, dtype=np.float32))}, "step": 3}
+    weights = {"w": Tensor(np.arange(6, dtype=np.float32))}
+
+    def calls(a: str, b: str, c: str, d: str) -> list[Callable[..., Any]]:
+        return [
+            partial(full_state_dict_to_dcp_format, state, a),
+            partial(dcp_to_full_state_dict, a),
+            partial(convert_dcp_to_huggingface, a, b),
+            partial(parse_checkpoint_from_huggingface, b),
+            partial(save_state_dict_as_huggingface_format, c, weights),
+            partial(convert_full_checkpoint_to_dcp, c, d),
+        ]
+
+    urls = [f"{SCHEME}://mindspore/{name}" for name in "abcd"]
+    for call in calls(*urls):
+        with pytest.raises(ArgumentError, match="the token is wrong"):
+            call(progress=False)
+        call(storage_options=OPTIONS, progress=False)
+    assert list(dcp_to_full_state_dict(urls[3], storage_options=OPTIONS)) == list(weights)
+    for call in calls(*(str(tmp_path / name) for name in "abcd")):
+        with pytest.raises(ArgumentError, match=r"storage_options \(token\) are for URLs"):
+            call(storage_options=OPTIONS, progress=False)
+    assert list(tmp_path.iterdir()) == []

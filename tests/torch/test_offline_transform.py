@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 from collections import OrderedDict
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ from dcp_torch.offline_transform import (
     parse_checkpoint_from_huggingface,
     save_state_dict_as_huggingface_format,
 )
+from tests.core.guarded_store import OPTIONS, SCHEME
 from tests.core.peak_memory import need_peak_counter, peak_rise
 from tests.torch.gloo_ranks import TorchRank, run_gloo
 from tests.torch.states import assert_same, raised, values
@@ -272,3 +275,29 @@ def test_a_file_of_torch_that_is_taken_for_safetensors_is_told_by_its_name(tmp_p
     with pytest.raises(ArgumentError, match="pass src_platform='torch'"):
         convert_full_checkpoint_to_dcp(tmp_path / name, tmp_path / "converted")
     assert not (tmp_path / "converted").exists()
+
+
+def test_every_function_takes_storage_options(tmp_path: Path) -> None:
+    state: dict[str, Any] = {"model": {"w": torch.arange(6.0)}, "step": 3}
+    weights = {"w": torch.arange(6.0)}
+
+    def calls(a: str, b: str, c: str, d: str) -> list[Callable[..., Any]]:
+        return [
+            partial(full_state_dict_to_dcp_format, state, a),
+            partial(dcp_to_full_state_dict, a),
+            partial(convert_dcp_to_huggingface, a, b),
+            partial(parse_checkpoint_from_huggingface, b),
+            partial(save_state_dict_as_huggingface_format, c, weights),
+            partial(convert_full_checkpoint_to_dcp, c, d),
+        ]
+
+    urls = [f"{SCHEME}://torch/{name}" for name in "abcd"]
+    for call in calls(*urls):
+        with pytest.raises(ArgumentError, match="the token is wrong"):
+            call(progress=False)
+        call(storage_options=OPTIONS, progress=False)
+    assert list(dcp_to_full_state_dict(urls[3], storage_options=OPTIONS)) == list(weights)
+    for call in calls(*(str(tmp_path / name) for name in "abcd")):
+        with pytest.raises(ArgumentError, match=r"storage_options \(token\) are for URLs"):
+            call(storage_options=OPTIONS, progress=False)
+    assert list(tmp_path.iterdir()) == []
