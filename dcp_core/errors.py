@@ -167,11 +167,16 @@ class SaveCancelledError(CoordinationError):
 
 
 class InDoubtError(CoordinationError):
-    """The checkpoint may be committed; nobody can say."""
+    """The checkpoint may be committed; nobody can say. `latest_checkpoint` or `dcp verify` tells what is there."""
 
 
 class AdapterError(DcpError, RuntimeError):
     """A plugin is missing, broken, or contradicts another."""
+
+
+def doubt_about(save_id: str) -> str:
+    """What an `InDoubtError` of a save says first."""
+    return f"the checkpoint may be committed, id {save_id} (latest_checkpoint and `dcp verify` tell what is there)"
 
 
 def _tree(root: type[DcpError]) -> dict[str, type[DcpError]]:

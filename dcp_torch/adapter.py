@@ -6,6 +6,7 @@ else). Works with torch_npu as it is: nothing here names a device.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy.typing as npt
@@ -69,6 +70,10 @@ class TorchAdapter:
     def memory_range(self, view: torch.Tensor) -> MemoryRange | None:
         """Where the elements of a view lie, on any device."""
         return elements.memory_range(view)
+
+    def will_change(self, views: Sequence[torch.Tensor]) -> None:
+        """Have autograd notice that a load fills these views: what it keeps of them for a backward is outdated."""
+        torch.autograd.graph.increment_version(views)
 
     def process_group(self, group: Any = None, *, with_channel: bool = True) -> ProcessGroup:
         """The group of this process: `group`, or the job's default one, or a group of one.

@@ -234,7 +234,7 @@ class Arena:
         except (OSError, MemoryError, ValueError, OverflowError) as error:
             raise StorageError(
                 f"no shared memory of {wanted} bytes for staging ({error}); save less at once, use save(), or give the "
-                "process more memory"
+                "process more: memory, room in /dev/shm, larger files (ulimit -f)"
             ) from error
         if self._register is not None:
             self._segments[-1].register(self._register)

@@ -31,6 +31,7 @@ LIGHT = "light"
 """The process that runs the core alone."""
 
 _OURS = "dcp_core."
+_SEE_REBUILDING = "; see StorageWriter.rebuild_arguments"
 _CANCEL_SECONDS = 10.0
 _END_SECONDS = 5.0
 _logger = logging.getLogger("dcp.background")
@@ -222,7 +223,7 @@ def choose_carrier(
     """
     spec = WriterSpec.of(writer)
     if spec is None:
-        return _on_a_thread(service, writer, channel, "it gives no rebuild_arguments()")
+        return _on_a_thread(service, writer, channel, f"it gives no rebuild_arguments(){_SEE_REBUILDING}")
     kind = LIGHT if channel is None else channel.module
     try:
         process = service.process(kind)
@@ -232,7 +233,8 @@ def choose_carrier(
         raise
     except CoordinationError as error:
         service.dismiss(kind)
-        return _on_a_thread(service, writer, channel, str(error))
+        remedy = "" if spec.module.startswith(_OURS) else _SEE_REBUILDING
+        return _on_a_thread(service, writer, channel, f"{error}{remedy}")
     if channel is not None:
         answered(process, {"do": "join", "channel": channel.to_plain()}, "joins the other ranks", seat)
     return ProcessCarrier(process, service.arena, spec, channel, seat)
@@ -245,8 +247,8 @@ def _on_a_thread(
     if name not in _warned_of:
         _warned_of.add(name)
         _logger.warning(
-            "%s cannot be made in the background process (%s): asynchronous saves with it are written by a thread of "
-            "this process, which slows training down; see StorageWriter.rebuild_arguments",
+            "there is no background process for %s (%s): asynchronous saves with it are written by a thread of this "
+            "process, which slows training down",
             name, reason,
         )  # fmt: skip
     return ThreadCarrier(writer, service.arena, channel)

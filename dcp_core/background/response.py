@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -29,11 +30,12 @@ class SaveFuture(Future[Metadata]):
         self.save_id = save_id
         self._is_seen = False
         self.thread: threading.Thread | None = None
+        self._pid = os.getpid()
         self.set_running_or_notify_cancel()
 
     def result(self, timeout: float | None = None) -> Metadata:
         """Wait for the outcome; a builtin `TimeoutError` leaves the save running."""
-        self._refuse_callback()
+        self._refuse_endless_wait()
         try:
             return super().result(timeout)
         except concurrent.futures.TimeoutError as error:
@@ -47,14 +49,21 @@ class SaveFuture(Future[Metadata]):
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Wait for the outcome; gives the failure."""
-        self._refuse_callback()
+        self._refuse_endless_wait()
         found = super().exception(timeout)
         self._is_seen = self._is_seen or found is not None
         return found
 
-    def _refuse_callback(self) -> None:
-        if threading.current_thread() is self.thread and not self.done():
+    def _refuse_endless_wait(self) -> None:
+        if self.done():
+            return
+        if threading.current_thread() is self.thread:
             raise CoordinationError("a callback runs while its save is in flight still, so it cannot wait for it")
+        if os.getpid() != self._pid:
+            raise CoordinationError(
+                f"save {self.save_id} was begun by process {self._pid}, and this one, forked from it, never hears how "
+                "it ends: wait there"
+            )
 
     def mark_seen(self) -> None:
         """Say that the caller was told already that this save fails."""

@@ -12,7 +12,7 @@ from dcp_core.adapter import ChannelSpec
 from dcp_core.background.peers import is_committed, mailbox_of
 from dcp_core.background.steps import GRACE_SECONDS, within
 from dcp_core.background.task import Seat
-from dcp_core.errors import DcpError, InDoubtError
+from dcp_core.errors import DcpError, InDoubtError, doubt_about
 from dcp_core.execution.interfaces import StorageWriter
 
 _PAUSE_SECONDS = 0.5
@@ -43,7 +43,7 @@ def outcome_after_death(
         DcpError: `death`, where nothing is or will be committed.
         InDoubtError: Nobody can say.
     """
-    doubt = InDoubtError(f"the checkpoint may be committed, id {save_id}: {death.message}", death.causes)
+    doubt = InDoubtError(f"{doubt_about(save_id)}: {death.message}", death.causes)
     doubt.__cause__ = death
 
     def look() -> None:

@@ -52,8 +52,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Show what is in a checkpoint."""
-    if arguments.limit < 0 or (arguments.svg is not None and (arguments.tensor is None or arguments.json)):
-        raise ArgumentError("--limit takes a number, 0 or more; --svg goes with --tensor, and without --json")
+    if arguments.limit < 0:
+        raise ArgumentError(f"--limit takes a number, 0 or more, found {arguments.limit}")
+    if arguments.svg is not None and arguments.tensor is None:
+        raise ArgumentError("--svg draws one tensor: name it by --tensor KEY")
+    if arguments.svg is not None and arguments.json:
+        raise ArgumentError("--svg and --json are two ways to show a tensor: give one of them")
     options = parsed_storage_options(arguments)
     kind = checkpoint_format(arguments.path, options)
     reader = open_reader(arguments.path, kind, options)

@@ -218,7 +218,13 @@ class CheckpointManager:
                 if step is not None:
                     raise
                 level = logging.WARNING if self._decides() else logging.INFO
-                _LOG.log(level, "%r cannot be loaded, and the checkpoint before it is tried: %s", name, error)
+                _LOG.log(
+                    level,
+                    "%r in %s cannot be loaded, and the checkpoint before it is tried: %s",
+                    name,
+                    self.root,
+                    error,
+                )
                 passed_over.add(name)
                 first = first or error
                 continue

@@ -127,6 +127,14 @@ class KnowsMemory(Protocol):
         ...
 
 
+class NotesChanges(Protocol):
+    """What a `TensorAccess` may want to know besides; an adapter may lack the method."""
+
+    def will_change(self, views: Sequence[Any]) -> None:
+        """Take note that a load is about to fill these views, past the framework's own operations."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class DeviceBits:
     """The raw bits of a region that no host memory holds as they are, not copied yet. `numpy.asarray` copies them.

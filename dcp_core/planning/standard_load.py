@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 from typing import cast as as_type
 
@@ -84,6 +84,7 @@ class StandardLoadPlanner(PlannerState, LoadPlanner):
         reads = intersect_chunks(found.wanted, own_file)
         self._rows, self._targets = {}, self._targets_of(found.wanted)
         self._neighbourhood = self._checked_neighbourhood(found.wanted)
+        self._announce_changes()
         share_memory = self._neighbourhood.other_looks or self._share_memory(found.wanted)
         self._plan = LoadPlan(found.wanted, found.objects, reads, share_memory=share_memory)
         return self._plan
@@ -194,6 +195,16 @@ class StandardLoadPlanner(PlannerState, LoadPlanner):
         storages = [None if (tensor := tensors[leaf]) is None else tensor.storage for leaf in boxes.leaves]
         views, accesses = [view for view, _ in self._targets], [access for _, access in self._targets]
         return check_apart(Targets(boxes.names, boxes.leaves, views, accesses, storages))
+
+    def _announce_changes(self) -> None:
+        """Tell frameworks that want to know which views this load will fill."""
+        by_access: dict[int, tuple[TensorAccess, list[Any]]] = {}
+        for view, access in self._targets:
+            by_access.setdefault(id(access), (access, []))[1].append(view)
+        for access, views in by_access.values():
+            tell: Callable[[Sequence[Any]], None] | None = getattr(access, "will_change", None)
+            if tell is not None:
+                tell(views)
 
     def _share_memory(self, boxes: WantedBoxes) -> bool:
         """Whether two leaves that are the same memory are filled from different chunks."""

@@ -14,7 +14,7 @@ import xxhash
 
 from dcp_core.coordination.exchange import Exchange
 from dcp_core.coordination.frames import pack, unpack
-from dcp_core.errors import DcpError, InDoubtError
+from dcp_core.errors import DcpError, InDoubtError, doubt_about
 from dcp_core.execution.interfaces import MetadataDraft, StorageWriter, WriteContext, WriteResult, WriteSource
 from dcp_core.formats.metadata_file import EncodedBody, MetadataColumns, encode_body
 from dcp_core.formats.objects import decode_value, encode_value
@@ -153,7 +153,7 @@ class SaveBack:
             self._exchange.run(
                 "save/commit", payload or b"", error=error,
                 compute=commit, commit=True,
-                in_doubt=f"the checkpoint may be committed, id {self._ticket.save_id}",
+                in_doubt=doubt_about(self._ticket.save_id),
             )  # fmt: skip
         return plans[0]
 

@@ -16,8 +16,10 @@ import pytest
 
 from dcp_core import api
 from dcp_core.background.carriers import ProcessCarrier
+from dcp_core.background.response import AsyncSaveResponse, SaveFuture
 from dcp_core.background.service import service
 from dcp_core.background.task import PersistResult, PersistTask
+from dcp_core.errors import CoordinationError
 from dcp_core.testing.ranks import RankContext, RankProcessError, run_ranks
 from tests.background_processes import background_processes, children_of, is_running, wait_until
 from tests.core.async_jobs import (
@@ -314,6 +316,25 @@ def _fork_in_between(context: RankContext, directory: Path) -> None:
 
 def test_a_fork_of_a_trainer_has_a_background_process_of_its_own(directory: Path) -> None:
     run_ranks(_fork_in_between, 2, directory)
+
+
+def _wait_in_a_fork(context: RankContext) -> None:
+    future = SaveFuture("0123")
+    response = AsyncSaveResponse(future, lambda: False)
+
+    def wait() -> None:
+        for ask in (response.get_result, future.result, future.exception):
+            with pytest.raises(CoordinationError, match=f"save 0123 was begun by process {os.getppid()}.*wait there"):
+                ask()
+
+    fork = _fork(wait)
+    assert os.waitpid(fork, 0)[1] == 0
+    future.set_exception(CoordinationError("over"))
+    assert os.waitpid(_fork(lambda: str(future.exception()) == "over" or os._exit(2)), 0)[1] == 0
+
+
+def test_a_fork_does_not_wait_for_a_save_of_its_trainer_whose_end_it_never_hears() -> None:
+    run_ranks(_wait_in_a_fork, 1, timeout_seconds=30)
 
 
 _FORKING = """

@@ -274,7 +274,7 @@ def test_the_boxes_of_a_tensor_come_as_json(root: Path, run: Run) -> None:
     ("arguments", "code", "says"),
     [
         (["nowhere"], 2, "there is nothing"),
-        (["rows", "--tensor", "model.w", "--svg", "x.svg", "--json"], 2, "without --json"),
+        (["rows", "--tensor", "model.w", "--svg", "x.svg", "--json"], 2, "one of them"),
         (["rows", "--svg", "x.svg"], 2, "--tensor"),
         (["rows", "--limit", "-1"], 2, "--limit"),
         (["rows", "--tensor", "nix"], 1, "nothing under 'nix'"),

@@ -41,6 +41,36 @@ def world_mesh(rank: TorchRank) -> DeviceMesh:
     return init_device_mesh(rank.device.type, (rank.world_size,))
 
 
+# -- autograd -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("contiguous", [True, False])
+def test_a_backward_over_values_that_a_load_has_replaced_is_an_error(
+    tmp_path: Path, dtype: torch.dtype, contiguous: bool
+) -> None:
+    memory = torch.ones(4, 6, dtype=dtype)
+    weight = nn.Parameter(memory if contiguous else memory[:, ::2])
+    untouched = nn.Parameter(torch.ones(3, dtype=dtype))
+    dcp_torch.save({"weight": weight}, checkpoint_id=tmp_path)
+    loss = (weight * weight).sum()
+    other = (untouched * untouched).sum()
+    dcp_torch.load({"weight": weight}, checkpoint_id=tmp_path)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()  # type: ignore[no-untyped-call]  # torch's has none
+    other.backward()  # type: ignore[no-untyped-call]
+    (weight * weight).sum().backward()  # type: ignore[no-untyped-call]
+    assert weight.grad is not None and weight.is_leaf and weight.requires_grad
+
+
+def test_a_load_into_tensors_of_inference_mode_works(tmp_path: Path) -> None:
+    with torch.inference_mode():
+        target = torch.zeros(3)
+    dcp_torch.save({"a": torch.arange(3.0)}, checkpoint_id=tmp_path)
+    dcp_torch.load({"a": target}, checkpoint_id=tmp_path)
+    assert target.tolist() == [0, 1, 2]
+
+
 # -- element types -------------------------------------------------------------------------------------------------
 
 _STORED = tuple(getattr(torch, dtype.name) for dtype in DTYPES if hasattr(torch, dtype.name))
