@@ -5,10 +5,19 @@ Goes in: a storage. Comes out: open metadata, or an error that says what is ther
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from dcp_core.errors import ArgumentError, CorruptError, DcpError, IncompleteError, NewerVersionError, NotFoundError
+from dcp_core.errors import (
+    ArgumentError,
+    CorruptError,
+    DcpError,
+    IncompleteError,
+    NewerVersionError,
+    NotFoundError,
+    StorageError,
+)
 from dcp_core.file_names import METADATA_NAME, parse_data_file_name, rank_metadata_name
 from dcp_core.formats.block_container import FIRST_READ_NBYTES, foreign_kind
 from dcp_core.formats.metadata_file import MetadataFile, open_metadata
@@ -38,10 +47,17 @@ def open_present(storage: Storage, name: str, header_digest: bytes | None = None
 
 
 def other_content(storage: Storage) -> str:
-    """Say what else can be loaded where there is no description, in words of a remedy."""
-    with suppress(DcpError):
+    """Say what else can be loaded where there is no description, in words of a remedy.
+
+    Raises:
+        StorageError: There is not even that in which directories are, such as the bucket.
+    """
+    try:
         if any(name.endswith(".safetensors") and parse_data_file_name(name) is None for name in storage.list()):
             return "it holds safetensors files of another program, which HuggingFaceReader reads"
+    except DcpError as error:
+        if isinstance(error, StorageError) and error.errno == errno.ENOENT:
+            raise
     with suppress(DcpError):
         for name in reversed(storage.list_directories()[-_DIRECTORIES_LOOKED_INTO:]):
             if storage.folder(name).exists(METADATA_NAME):

@@ -7,6 +7,7 @@ here is kept across a fork: a process makes a file system of its own when it fir
 from __future__ import annotations
 
 import datetime
+import errno
 import inspect
 import io
 import os
@@ -260,7 +261,9 @@ class FsspecClient:
             return self._ask(what, name, request)
         except FileNotFoundError as error:
             if answer_of(error).endswith(_NO_BUCKET):
-                raise self.failure(what, name, error) from self.cause(error)
+                failure = self.failure(what, name, error)
+                failure.errno = errno.ENOENT
+                raise failure from self.cause(error)
             return None
 
     def _ask(self, what: str, name: str, request: Callable[[Any, str], _Result]) -> _Result:

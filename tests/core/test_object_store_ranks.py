@@ -302,6 +302,10 @@ def test_a_bucket_that_is_not_there_is_an_error_not_an_empty_directory(object_st
         latest_checkpoint("s3://nobody-made-this/run")
     with pytest.raises(StorageError, match="NoSuchBucket"):
         CheckpointManager("s3://nobody-made-this/run").resume({"a": 1})
+    with pytest.raises(StorageError, match="NoSuchBucket"):
+        api.load({"a": 1}, checkpoint_id="s3://nobody-made-this/run/step_1")
+    with pytest.raises(StorageError, match="NoSuchBucket"):
+        api.read("s3://nobody-made-this/run/step_1", "a")
 
 
 def test_an_error_shows_no_secret(object_store: ObjectStore, url: str) -> None:
