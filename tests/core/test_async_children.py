@@ -174,12 +174,11 @@ def _lose_a_child_that_is_done(
     return outcome
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize(
     ("mode", "victim", "orders"),
     [
         ("mailbox", 2, ()),
-        ("no channel", 1, ()),
-        ("mailbox", 0, ("after",)),
         ("no channel", 0, ("after",)),
         ("alone", 1, ("after",)),
     ],

@@ -161,6 +161,13 @@ def test_a_failure_that_the_script_never_asked_for_is_said_at_its_end(directory:
     assert ".metadata" not in names_in(directory)
 
 
+def test_a_callback_that_fails_is_said_and_its_checkpoint_stays(directory: Path) -> None:
+    failing = _SCRIPT.replace("checkpoint_id=sys.argv[1]", "checkpoint_id=sys.argv[1], callback=lambda: 1 // 0")
+    said = _run(["-c", failing, str(directory)])
+    assert "the callback of save" in said and "ZeroDivisionError" in said
+    _check(directory)
+
+
 def test_nothing_is_started_before_the_first_save(directory: Path) -> None:
     program = "from dcp_core import api; import threading; print(threading.active_count()); api.wait_all()"
     assert _run(["-c", program]) == "1\n"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import time
@@ -14,7 +15,7 @@ from typing import Any, Literal
 import pytest
 
 from dcp_core.api import clear_plan_cache
-from dcp_core.execution.filesystem import FileSystemWriter
+from dcp_core.execution.filesystem import FileSystemReader, FileSystemWriter
 from dcp_core.storage.commit import HEARTBEAT_EXPIRY_SECONDS
 from dcp_core.storage.local import LocalStorage
 from dcp_core.testing.faults import FaultyOperations
@@ -164,7 +165,7 @@ def _check_end(death: Death, ended: Sequence[Outcome | RankProcessError]) -> Non
     assert isinstance(survivor, Outcome), (death, survivor)
     if (death.rank == 0 and death.pattern != ".intent-*") or death.committed:
         assert survivor.kind == "InDoubtError", (death, survivor)
-        assert "may be committed, id " in survivor.message
+        assert re.search("may be committed, id [0-9a-f]{32}:", survivor.message), (death, survivor)
     else:
         assert survivor.kind == "CoordinationTimeoutError", (death, survivor)
         assert f"rank {death.rank}" in survivor.message
@@ -227,7 +228,8 @@ def test_what_a_slow_coordinator_commits_is_whole_although_the_others_have_given
     found = run_ranks(_save_while_the_coordinator_stalls, 2 * WORLD, root)
     outcomes = [outcome for outcome, _, _ in found]
     assert [outcome.kind for outcome in outcomes] == ["", "InDoubtError", "", "KeyboardInterrupt"], outcomes
-    assert "may be committed, id " in outcomes[1].message
+    committed = FileSystemReader(root / "0").load_metadata().save_id
+    assert f"may be committed, id {committed}:" in outcomes[1].message
     assert {tag for _, tag, _ in found} == {NEW}
     for job, names in enumerate(names for _, _, names in found[::WORLD]):
         assert names == checkpoint_names(root / str(job))

@@ -134,6 +134,7 @@ def _interrupted_before_its_turn(context: RankContext, directory: Path, mode_nam
     return outcome
 
 
+@pytest.mark.faults
 @pytest.mark.timeout(90)
 @pytest.mark.parametrize("mode", ["plain", "mailbox", "no channel"])
 def test_the_others_hear_of_a_rank_that_was_interrupted_before_its_turn(directory: Path, mode: str) -> None:
