@@ -672,6 +672,24 @@ def test_a_save_that_was_taken_for_dead_does_not_commit(tmp_path: Path) -> None:
     assert names(tmp_path) == named(tmp_path)
 
 
+@pytest.mark.parametrize("operation", ["create", "fsync"])
+def test_a_save_that_stalls_at_its_description_and_is_taken_for_dead_does_not_commit(
+    tmp_path: Path, operation: str
+) -> None:
+    save(LocalStorage(tmp_path), "old")
+
+    def stall(record: OperationRecord) -> None:
+        if record.operation == operation and record.name.startswith(".metadata."):
+            (own,) = tmp_path.glob(".intent-*")
+            _age(own, HEARTBEAT_EXPIRY_SECONDS + 1)
+            save(LocalStorage(tmp_path), "another")
+
+    with pytest.raises(IncompleteError, match=r"another one cleaned up after it|is missing"):
+        save(LocalStorage(tmp_path, FaultyOperations(before=stall)), "slow")
+    assert whole(tmp_path) == "another"
+    assert names(tmp_path) == named(tmp_path)
+
+
 def test_files_of_strangers_stay(tmp_path: Path) -> None:
     storage = LocalStorage(tmp_path)
     strangers = {"README.md", "_rank0_.txt", "_rank01_.safetensors", "model.safetensors", ".intent-x", ".mailbox-x"}

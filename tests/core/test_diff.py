@@ -5,6 +5,7 @@ from __future__ import annotations
 import cmath
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from dcp_core.inspection.value_differences import split
 from dcp_core.state_path import PerRank
 from dcp_core.testing.numpy_ranks import NumpyRankAdapter, ShardedArray, even_boxes
 from dcp_core.testing.ranks import RankContext, run_ranks
+from tests.core import hostile
 from tests.core.huggingface_files import write_shards
 from tests.core.peak_memory import need_peak_counter, peak_rise
 
@@ -396,6 +398,26 @@ def test_what_cannot_be_read_is_told_and_the_rest_is_compared(tmp_path: Path) ->
     assert [(each.key, each.kind) for each in found.differences] == [("step", "object"), ("x", "unreadable")]
     assert (found.differences[1].a, data.name in found.differences[1].b) == ("", True)
     assert not found.is_sure
+    (objects,) = (tmp_path / "a").glob("*.bytes")
+    objects.write_bytes(objects.read_bytes()[:-1] + b"\xff")
+    found = compare(one, other)
+    assert [(each.key, each.kind) for each in found.differences] == [("step", "unreadable"), ("x", "unreadable")]
+    assert (objects.name in found.differences[0].a, found.differences[0].b) == (True, "")
+    assert not compare(one, one).is_equal
+
+
+def test_a_changed_byte_is_damage_and_no_value_even_where_both_sides_have_it(tmp_path: Path) -> None:
+    state = {"x": np.ones(3), "y": np.ones(2)}
+    one, other = save(tmp_path / "a", state), save(tmp_path / "b", state)
+    (data,) = (tmp_path / "b").glob("*.safetensors")
+    content = bytearray(data.read_bytes())
+    content[-1] ^= 1
+    data.write_bytes(content)
+    for pair in ((one, other), (other, one), (other, other)):
+        found = compare(*pair)
+        (damaged,) = found.differences
+        assert (damaged.kind, "checksum" in damaged.a + damaged.b) == ("unreadable", True)
+        assert not found.is_sure
 
 
 def test_what_can_be_read_is_compared_though_it_was_to_be_read_together_with_what_cannot(tmp_path: Path) -> None:
@@ -407,6 +429,22 @@ def test_what_can_be_read_is_compared_though_it_was_to_be_read_together_with_wha
     )
     assert [(each.key, each.kind) for each in found.differences] == [("w", "unreadable")]
     assert found.nbytes == 5 * 8
+
+
+def test_a_tensor_with_a_hole_equals_none_not_even_itself(
+    ranked: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("whole", "holed"):
+        shutil.copytree(ranked / "cut", tmp_path / name)
+    (damage,) = hostile.holes()
+    damage.change(tmp_path / "holed")
+    monkeypatch.setattr(value_differences, "_SMALL_BOX_BYTES", 0)
+    for piece_bytes in (4 << 20, 712):
+        monkeypatch.setattr(value_differences, "PIECE_BYTES", piece_bytes)
+        for one, other in (("holed", "whole"), ("whole", "holed"), ("holed", "holed")):
+            found = compare(FileSystemReader(tmp_path / one), FileSystemReader(tmp_path / other))
+            assert [(each.key, each.kind) for each in found.differences] == [("w", "unreadable")], (one, other)
+            assert not found.is_sure
 
 
 def test_nans_of_other_bits_differ_and_are_nan_on_both_sides(tmp_path: Path) -> None:
