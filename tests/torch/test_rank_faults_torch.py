@@ -38,7 +38,7 @@ CALLS = [
     Point("load", "broadcasting", "wait broadcast", 1, 3, faults=_STALLS),
     Point("load", "broadcasting", "wait broadcast", 0, 4, faults=_STOPPED),
     Point("load", "ending", "wait load/done", 1, 2, faults=_SLOW),
-    Point("async_save", "agreeing", "wait save/agree", 2, 3, faults=_STOPPED),
+    Point("async_save", "planning", "plan", 2, 3, faults=_STOPPED),
     Point("async_save", "copying", "get data", 0, 2, faults=_SLOW),
 ]
 HOST_CALLS = [
