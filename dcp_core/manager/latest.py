@@ -12,7 +12,7 @@ from typing import Any
 
 from dcp_core.adapter import Adapter, AdapterSet
 from dcp_core.api import DEADLINE_SECONDS
-from dcp_core.arguments import check_adapter, check_timeout, usable_timeout
+from dcp_core.arguments import check_adapter, check_flags, check_timeout, usable_timeout
 from dcp_core.arrays import NumpyAdapter
 from dcp_core.errors import ArgumentError
 from dcp_core.execution.checkpoint_place import checked_options, is_other_url, local_path, opened_url
@@ -124,6 +124,7 @@ def survey_on_ranks(
         alike: What else must be the same on all ranks, by name.
         check: Raises what else is wrong on this rank; all ranks are told.
     """
+    check_flags(no_dist=no_dist)
     group = adapter.process_group(process_group, with_channel=not no_dist)
     job = Job(AdapterSet(()), group, (adapter.name, adapter.version), use_collectives=not no_dist)
     arguments: dict[str, object] = {

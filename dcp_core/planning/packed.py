@@ -84,9 +84,8 @@ def _begins(sizes: Mapping[str, tuple[int, ...]], begins: Mapping[str, int] | No
 def _by_name(what: str, found: Any) -> Mapping[str, Any]:
     if not isinstance(found, Mapping):
         raise ArgumentError(f"{what} must map names of tensors, found {found!r}")
-    others = [name for name in found if not isinstance(name, str)]
-    if others:
-        raise ArgumentError(f"{what} must map names of tensors, which are str, found {others[0]!r} among them")
+    if not all(isinstance(name, str) for name in found):
+        raise ArgumentError(f"{what} must map names of tensors, which are str, found {found!r}")
     return found
 
 

@@ -54,12 +54,13 @@ def trainer(logs: Path) -> Iterator[tuple[int, int]]:
 
 
 def wait_for_end(pid: int) -> None:
+    """Wait until no thread of a process is left that could hold a file, be it that nobody has asked how it ended."""
     while True:
         try:
-            os.kill(pid, 0)
-            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX":
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+            if state in "ZX" and os.listdir(f"/proc/{pid}/task") == [str(pid)]:
                 return
-        except (ProcessLookupError, FileNotFoundError):
+        except (FileNotFoundError, ProcessLookupError):
             return
         time.sleep(0.01)
 

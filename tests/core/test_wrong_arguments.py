@@ -59,7 +59,7 @@ CALLS: dict[str, tuple[Callable[..., Any], Arguments, tuple[str, ...]]] = {
     "Stacked": (public.Stacked, lambda: {"parts": ["a"]}, ()),
     "Narrowed": (public.Narrowed, lambda: {"of": "a", "dim": 0, "start": 0, "length": 1}, ()),
     "Selected": (public.Selected, lambda: {"of": "a", "index": 0}, ()),
-    "DataCopier": (public.DataCopier.register, dict, ()),
+    "DataCopier": (public.DataCopier.register, lambda: {"kind": Path}, ()),
     "clear_plan_cache": (public.clear_plan_cache, dict, ()),
 }
 
