@@ -18,7 +18,7 @@ import xxhash
 
 from dcp_core.errors import ArgumentError, DcpError, StorageError
 from dcp_core.storage.file_errors import storage_error
-from dcp_core.storage.fsspec_packages import fsspec_module, missing_package
+from dcp_core.storage.fsspec_packages import fsspec_module, missing_package, native_remedy
 from dcp_core.storage.retries import Retries, answer_of, is_passing
 from dcp_core.storage.secret_options import secrets_of
 from dcp_core.storage.urls import HIDDEN, passwords_in, redacted, schemes_of
@@ -107,7 +107,7 @@ class FsspecClient:
         except ImportError as error:
             raise missing_package(self.url, error) from error
         except Exception as error:
-            text = self.scrubbed(f"{type(error).__name__}: {error}")
+            text = self.scrubbed(f"{type(error).__name__}: {error}") + native_remedy(self.url, error)
             raise ArgumentError(f"fsspec makes no file system of {self.shown}: {text}") from self.cause(error)
 
     def _tuned(self) -> dict[str, Any]:
