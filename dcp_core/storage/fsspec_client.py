@@ -9,6 +9,7 @@ from __future__ import annotations
 import datetime
 import inspect
 import io
+import logging
 import os
 import threading
 from collections.abc import Callable, Mapping
@@ -46,6 +47,8 @@ _S3_CONFIG = {
     "read_timeout": 60,
     "max_pool_connections": 32,
 }
+
+_LOG = logging.getLogger("dcp.storage")
 
 _instances: dict[tuple[int, str], Any] = {}
 _instances_lock = threading.Lock()
@@ -184,7 +187,20 @@ class FsspecClient:
             found.pop(path.strip("/"), None)
             return {full.rpartition("/")[2]: entry for full, entry in found.items()}
 
-        return self._or_none("list", name, request)
+        found = self._or_none("list", name, request)
+        if found is None and not name and not self.has_parts and not self.knows_directories:
+            self._check_bucket()
+        return found
+
+    def _check_bucket(self) -> None:
+        """Tell a bucket that is not there from an empty one, where a listing does not; who may not look takes it so."""
+        file_system, root = self._file_system()
+        try:
+            file_system.info(root.partition("/")[0])
+        except FileNotFoundError as error:
+            raise self.failure("find the bucket of", "", error) from self.cause(error)
+        except Exception as error:
+            _LOG.debug("whether there is a bucket %s is not known: %s", self.shown, type(error).__name__)
 
     def remove_directory(self, name: str) -> None:
         """Remove what lies in a directory, and the directory where there are such."""
