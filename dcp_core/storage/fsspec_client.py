@@ -10,6 +10,7 @@ import datetime
 import errno
 import inspect
 import io
+import logging
 import os
 import threading
 from collections.abc import Callable, Mapping
@@ -19,7 +20,7 @@ import xxhash
 
 from dcp_core.errors import ArgumentError, DcpError, StorageError
 from dcp_core.storage.file_errors import storage_error
-from dcp_core.storage.fsspec_packages import fsspec_module, missing_package
+from dcp_core.storage.fsspec_packages import fsspec_module, missing_package, native_remedy
 from dcp_core.storage.retries import Retries, answer_of, is_passing
 from dcp_core.storage.secret_options import secrets_of
 from dcp_core.storage.urls import HIDDEN, passwords_in, redacted, schemes_of
@@ -47,6 +48,8 @@ _S3_CONFIG = {
     "read_timeout": 60,
     "max_pool_connections": 32,
 }
+
+_LOG = logging.getLogger("dcp.storage")
 
 _instances: dict[tuple[int, str], Any] = {}
 _instances_lock = threading.Lock()
@@ -108,7 +111,7 @@ class FsspecClient:
         except ImportError as error:
             raise missing_package(self.url, error) from error
         except Exception as error:
-            text = self.scrubbed(f"{type(error).__name__}: {error}")
+            text = self.scrubbed(f"{type(error).__name__}: {error}") + native_remedy(self.url, error)
             raise ArgumentError(f"fsspec makes no file system of {self.shown}: {text}") from self.cause(error)
 
     def _tuned(self) -> dict[str, Any]:
@@ -185,7 +188,20 @@ class FsspecClient:
             found.pop(path.strip("/"), None)
             return {full.rpartition("/")[2]: entry for full, entry in found.items()}
 
-        return self._or_none("list", name, request)
+        found = self._or_none("list", name, request)
+        if found is None and not name and not self.has_parts and not self.knows_directories:
+            self._check_bucket()
+        return found
+
+    def _check_bucket(self) -> None:
+        """Tell a bucket that is not there from an empty one, where a listing does not; who may not look takes it so."""
+        file_system, root = self._file_system()
+        try:
+            file_system.info(root.partition("/")[0])
+        except FileNotFoundError as error:
+            raise self.failure("find the bucket of", "", error) from self.cause(error)
+        except Exception as error:
+            _LOG.debug("whether there is a bucket %s is not known: %s", self.shown, type(error).__name__)
 
     def remove_directory(self, name: str) -> None:
         """Remove what lies in a directory, and the directory where there are such."""

@@ -18,6 +18,15 @@ _PACKAGES = {
     **dict.fromkeys(("sftp", "ssh"), "paramiko"),
 }
 
+_NATIVE_WORDS = ("libjvm", "libhdfs", "java", "hadoop")
+_NATIVE = {
+    **dict.fromkeys(
+        ("hdfs", "arrow_hdfs"),
+        "; pyarrow reaches HDFS through Java and Hadoop's native library: install both, and set JAVA_HOME, HADOOP_HOME "
+        "and CLASSPATH (`hadoop classpath --glob`)",
+    )
+}
+
 
 def knows_scheme(url: str) -> bool:
     """Return whether fsspec has a file system for a URL.
@@ -50,3 +59,9 @@ def missing_package(url: str, error: ImportError) -> ArgumentError:
     package = _PACKAGES.get(schemes_of(url)[-1])
     remedy = f"; {_INSTALL_PACKAGE} {package}" if package else ""
     return ArgumentError(f"{redacted(url)!r} needs a package that is not installed: {error}{remedy}")
+
+
+def native_remedy(url: str, error: Exception) -> str:
+    """What to do where a package is there and cannot find what it needs of the system; nothing for other errors."""
+    is_native = isinstance(error, OSError) and any(word in str(error).lower() for word in _NATIVE_WORDS)
+    return _NATIVE.get(schemes_of(url)[-1], "") if is_native else ""

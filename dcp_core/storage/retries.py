@@ -44,6 +44,7 @@ _NEVER_STATUS = frozenset((501, 505))
 _PASSING_CODES = frozenset(("BadDigest", "IncompleteBody", "RequestTimeout", "SlowDown", "XAmzContentSHA256Mismatch"))
 # Clients of stores have classes of their own for these, which share no base; the names say it.
 _PASSING_NAMES = (
+    "Checksum",
     "Timeout",
     "Connection",
     "Disconnected",

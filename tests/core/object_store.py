@@ -25,6 +25,9 @@ ENVIRONMENT = {
     "AWS_EC2_METADATA_DISABLED": "true",
 }
 _LATE_SECONDS = 1.0
+_PIECES = 20
+_PIECE_SECONDS = 0.02
+_DRIP_SECONDS = 0.25
 _KEPT_HEADERS = ("content-length", "connection", "transfer-encoding", "date", "server")
 
 
@@ -49,11 +52,16 @@ class Request:
 
 @dataclass
 class Rule:
-    """Which requests fail, and how: "500", "503", "403", "reset", "stall", "slow", "lost" (done, not answered)."""
+    """Which requests fail, and how.
+
+    "500", "503", "403", "reset", "stall", "slow" (late), "lost" (done, not answered); or with its body: "trickle" (a
+    few bytes at a time), "drip" (so for ever), "torn" (ends in the middle), "short", "long" (of that very length).
+    """
 
     matches: Callable[[Request], bool]
     fault: str
     times: int
+    action: Callable[[], None] | None = None
 
 
 @dataclass
@@ -72,6 +80,11 @@ class Traffic:
         """Make the next requests fail that match "METHOD key?query"."""
         found = re.compile(pattern)
         self.rules.append(Rule(lambda r: found.search(f"{r.method} {r.key}?{r.query}") is not None, fault, times))
+
+    def tell(self, pattern: str, action: Callable[[], None]) -> None:
+        """Call when the next request comes that matches, before anything is done about it."""
+        found = re.compile(pattern)
+        self.rules.append(Rule(lambda r: found.search(f"{r.method} {r.key}?{r.query}") is not None, "", 1, action))
 
     def of(self, pattern: str) -> list[Request]:
         """The requests so far that match "METHOD key?query"."""
@@ -92,6 +105,8 @@ class Traffic:
             for rule in self.rules:
                 if rule.times > 0 and rule.matches(request):
                     rule.times -= 1
+                    if rule.action is not None:
+                        rule.action()
                     return rule.fault
         return ""
 
@@ -126,7 +141,7 @@ class _Handler(BaseHTTPRequestHandler):
             else:
                 if fault == "slow":
                     time.sleep(_LATE_SECONDS)
-                self._forward(body, is_lost=fault == "lost")
+                self._forward(body, fault)
         except OSError:
             self.close_connection = True
         finally:
@@ -134,26 +149,47 @@ class _Handler(BaseHTTPRequestHandler):
 
     do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = handle_any  # noqa: N815  # as the base class calls them
 
-    def _forward(self, body: bytes, *, is_lost: bool) -> None:
+    def _forward(self, body: bytes, fault: str) -> None:
         connection = http.client.HTTPConnection(*self.server.behind, timeout=30)
         try:
             headers = {name: value for name, value in self.headers.items() if name.lower() != "expect"}
             connection.request(self.command, self.path, body=body, headers=headers)
             answer = connection.getresponse()
             content = answer.read()
-            if is_lost:
+            if fault == "lost":
                 self._reset()
                 return
             self.send_response(answer.status)
             for name, value in answer.getheaders():
                 if name.lower() not in _KEPT_HEADERS:
                     self.send_header(name, value)
+            if fault == "short":
+                content = content[: len(content) // 2]
+            elif fault == "long":
+                content += b"more than was asked for"
             length = answer.getheader("Content-Length") if self.command == "HEAD" else str(len(content))
             self.send_header("Content-Length", length or "0")
             self.end_headers()
-            self.wfile.write(content)
+            self._send(content, fault)
         finally:
             connection.close()
+
+    def _send(self, content: bytes, fault: str) -> None:
+        if fault == "torn":
+            self.wfile.write(content[: len(content) // 2])
+            self.wfile.flush()
+            self._reset()
+        elif fault == "trickle":
+            piece = max(len(content) // _PIECES, 1)
+            for at in range(0, len(content), piece):
+                self.wfile.write(content[at : at + piece])
+                time.sleep(_PIECE_SECONDS)
+        elif fault == "drip":
+            for at in range(len(content) - 1):
+                self.wfile.write(content[at : at + 1])
+                time.sleep(_DRIP_SECONDS)
+        else:
+            self.wfile.write(content)
 
     def _refuse(self, status: int) -> None:
         code = {500: "InternalError", 503: "SlowDown", 403: "AccessDenied"}[status]

@@ -156,6 +156,18 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(
         FsspecStorage(f"{scheme}://nobody/at/{scheme}")
 
 
+def test_hdfs_without_java_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def without_java(*arguments: object, **options: object) -> None:
+        raise OSError("Unable to load libjvm: libjvm.so: cannot open shared object file")  # as pyarrow says it
+
+    monkeypatch.setattr("fsspec.core.url_to_fs", without_java)
+    with pytest.raises(ArgumentError, match=r"'hdfs://nobody/at': .*libjvm.*set JAVA_HOME, HADOOP_HOME and CLASSPATH"):
+        FsspecStorage("hdfs://nobody/at")
+    with pytest.raises(ArgumentError, match="makes no file system") as caught:
+        FsspecStorage("gs://nobody/at/home")
+    assert "JAVA_HOME" not in str(caught.value)
+
+
 # -- what is not shown ----------------------------------------------------------------------------------------------
 
 
