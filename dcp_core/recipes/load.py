@@ -33,6 +33,7 @@ from dcp_core.state_tree import OpenedStateful, check_settable, expand_stateful,
 from dcp_core.storage.urls import redacted
 
 _UNDEFINED = "reading had begun: the targets are undefined now on all ranks; load again, or another checkpoint"
+_HALF_SET = "all had been read: what load_state_dict had to set is undefined now; load again, or another checkpoint"
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,9 +256,15 @@ class LoadRecipe:
 
     def _hand_to_stateful(self) -> None:
         """Exchange 4, if any rank has Stateful objects: what their `load_state_dict` raised."""
-        if self._any_stateful:
-            _, error = attempt(self._load_stateful)
+        if not self._any_stateful:
+            return
+        _, error = attempt(self._load_stateful)
+        try:
             self.exchange.run("load/stateful", error=error, is_last=True)
+        except DcpError as failure:
+            if "load_state_dict()" in failure.message:
+                raise
+            raise type(failure)(f"{failure.message}\n{_HALF_SET}", failure.causes) from failure.__cause__
 
     def _load_stateful(self) -> None:
         for opened in self._stateful:

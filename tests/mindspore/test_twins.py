@@ -72,6 +72,7 @@ TWINS: dict[str, tuple[str, ...] | str] = {
     "test_torch_dcp_damage": "the format is torch's",
     "test_transfers": NO_COPIES,
     "test_written_bytes": ("test_with_torch",),
+    "test_wrong_arguments_torch": ("test_wrong_arguments_mindspore",),
 }
 
 
