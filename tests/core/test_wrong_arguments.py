@@ -101,7 +101,7 @@ def test_nonsense_for_a_manager_is_an_error_of_ours_or_none(here: Path, method: 
     manager.wait()
 
 
-@pytest.mark.parametrize("value", [3, "x", [1], object()], ids=repr)
+@pytest.mark.parametrize("value", [3, "x", [1], object()], ids=["number", "text", "list", "object"])
 @pytest.mark.parametrize(
     ("name", "argument"),
     [
