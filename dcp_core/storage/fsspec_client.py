@@ -248,7 +248,8 @@ class FsspecClient:
     def _carry(self, nbytes: int, file_system: Any, method: str, *arguments: Any, **named: Any) -> Any:
         """Make a call that carries so many bytes; where the client can stop, it ends in bounded time."""
         unbounded = getattr(file_system, f"_{method}", None)
-        if not getattr(file_system, "async_impl", False) or not inspect.iscoroutinefunction(unbounded):
+        is_plain = "::" in self.url or not getattr(file_system, "async_impl", False)  # wrappers say so without being it
+        if is_plain or not inspect.iscoroutinefunction(unbounded):
             return getattr(file_system, method)(*arguments, **named)
         seconds = self._retries.seconds_for(nbytes)
         return fsspec_module("fsspec.asyn", self.url).sync(
