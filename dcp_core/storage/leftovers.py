@@ -20,7 +20,6 @@ from dataclasses import dataclass
 
 from dcp_core.errors import CorruptError, DcpError, NotFoundError
 from dcp_core.file_names import (
-    INTENT_PREFIX,
     JOIN_NAME,
     MAILBOX_PREFIX,
     METADATA_NAME,
@@ -192,9 +191,14 @@ def _remove_dead_intents(
             if parsed is not None and rank is None:
                 dead.add(parsed[0])
     for name in names:  # records that were never finished
-        if name.startswith(INTENT_PREFIX) and name.endswith(".tmp") and _is_expired(storage, name, now_seconds):
+        if _is_unfinished_intent(name) and _is_expired(storage, name, now_seconds):
             remove_quietly(storage, [name])
     return frozenset(dead)
+
+
+def _is_unfinished_intent(name: str) -> bool:
+    """Whether a name is that of a record, or of one that was touched, before it is in place."""
+    return name.endswith(".tmp") and parse_intent_name(name.removesuffix(".tmp").removesuffix(".touch")) is not None
 
 
 def _without_owner(storage: Storage, opening: Opening, found: Sequence[_Found]) -> list[str]:

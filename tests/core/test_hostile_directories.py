@@ -181,7 +181,8 @@ def test_a_save_into_a_directory_of_a_strangers_files_removes_none_that_it_does_
 
 _NEARLY = (
     f".intent-{SAVE_ID}-01", f".intent-{SAVE_ID}x", f".intent-{SAVE_ID}.old", f".intent-{SAVE_ID[1:]}",
-    f"x.intent-{SAVE_ID}", ".intent-", f".Intent-{SAVE_ID}",
+    f"x.intent-{SAVE_ID}", ".intent-", f".Intent-{SAVE_ID}", ".intent-notes.tmp", f".intent-{SAVE_ID[1:]}.tmp",
+    f".intent-{SAVE_ID}.tmp.old",
     f".metadata.{SAVE_ID}.tmp.old", f"x.metadata.{SAVE_ID}.tmp", f".metadata.{SAVE_ID[1:]}.tmp", ".metadata.tmp",
     "_rank0_.safetensors.old", f"_rank0_.{SAVE_ID}.safetensors.old", "_rank0_.bin", "_rank00_.safetensors",
     "x_rank0_.safetensors", f"_rank0_.{SAVE_ID[1:]}.bytes", "_rank0_0_.bytes", "_rank_.bytes", "rank0.bytes",
