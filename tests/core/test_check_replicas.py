@@ -42,9 +42,13 @@ def directory() -> Iterator[Path]:
 
 
 def replicated(rank: int) -> dict[str, Any]:
-    """A matrix cut in two, each half on two ranks (ranks 0 and 2, 1 and 3); a whole one; values of each rank's own."""
+    """A matrix cut in two, each half on two ranks (ranks 0 and 2, 1 and 3); a whole one; values of each rank's own.
+
+    Rank 2 has one tensor more, before all others.
+    """
     matrix = np.arange(48, dtype=np.float32).reshape(_SHAPE)
     return {
+        **({"extra": ShardedArray.cut(np.ones(3), [Box.whole((3,))], "float64")} if rank == 2 else {}),
         "half": ShardedArray.cut(matrix, even_boxes(_SHAPE, 2, rank % 2), "float32"),
         "norm": ShardedArray.cut(np.ones(5), [Box.whole((5,))], "float64"),
         "plain": np.arange(6, dtype=np.int16),
