@@ -176,7 +176,7 @@ class AdapterError(DcpError, RuntimeError):
 
 def doubt_about(save_id: str) -> str:
     """What an `InDoubtError` of a save says first."""
-    return f"the checkpoint may be committed, id {save_id} (latest_checkpoint and `dcp verify` tell what is there)"
+    return f"see by latest_checkpoint or `dcp verify` what is there: the checkpoint may be committed, id {save_id}"
 
 
 def _tree(root: type[DcpError]) -> dict[str, type[DcpError]]:

@@ -359,8 +359,6 @@ class Removal:
 _REMOVALS = [
     *(Removal(rank, "create", f"_rank{rank}_*.safetensors") for rank in RANKS),
     *(Removal(rank, "close_written", f"_rank{rank}_*.bytes") for rank in RANKS),
-    Removal(0, "create", ".intent-*"),
-    Removal(0, "rename", ".intent-*"),
     Removal(0, "create", ".metadata.*.tmp"),
     Removal(0, "fsync", ".metadata.*.tmp"),
     Removal(0, "rename", ".metadata"),

@@ -146,7 +146,7 @@ def test_an_error_on_one_thread_is_no_concern_of_the_others(directory: Path) -> 
 
     assert all_at_once([failing, loading, saving]) == [None] * 3
     load_and_check(3, directory / "three")
-    assert list((directory / "broken").iterdir()) == []
+    assert not (directory / "broken").exists()
 
 
 def fork_after_saving(context: RankContext, directory: str) -> int:

@@ -106,7 +106,7 @@ def test_a_process_that_hangs_is_ended_once_it_has_done_nothing_for_so_long(
     with pytest.raises(CoordinationTimeoutError, match="of rank 3 has done nothing for 40 s while plodding"):
         _watch(process, work, hangs=True)
     worked = 5.0 * work
-    assert worked + _LIMIT_SECONDS <= clock.now <= worked + 1.5 * _LIMIT_SECONDS
+    assert worked + _LIMIT_SECONDS <= clock.now <= worked + 2.5 * _LIMIT_SECONDS
     wait_until(lambda: not is_running(process.pid), "the end of the process")
 
 
@@ -115,7 +115,7 @@ def test_a_process_that_does_not_answer_is_ended_after_as_long(process: Backgrou
     os.kill(process.pid, signal.SIGSTOP)
     with pytest.raises(CoordinationTimeoutError, match="of rank 3 has not answered for 40 s"):
         _watch(process, 30, hangs=False)
-    assert _LIMIT_SECONDS <= clock.now <= 1.5 * _LIMIT_SECONDS
+    assert _LIMIT_SECONDS <= clock.now <= 2.5 * _LIMIT_SECONDS
     wait_until(lambda: not is_running(process.pid), "the end of the process")
 
 
